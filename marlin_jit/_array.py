@@ -1,0 +1,97 @@
+"""NumPy or CuPy: which of the two an array belongs to, without importing CuPy.
+
+CuPy is never imported just to look at an array: an array of CuPy's can only exist where the module is loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from marlin_jit.errors import DeviceError, DTypeError
+
+Array: TypeAlias = Any
+"""A NumPy or CuPy array. (CuPy's own types are not there where it is not installed.)"""
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+
+_HOST_CHUNK = 1 << 19  # weights: half a megabyte of codes stays in a core's second-level cache
+
+
+def is_device_array(x: object) -> bool:
+    """Whether `x` is a CuPy array."""
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return ndarray is not None and isinstance(x, ndarray)
+
+
+def namespace(*arrays: Array | None) -> Any:
+    """Return the module, ``numpy`` or ``cupy``, whose functions take these arrays.
+
+    Parameters
+    ----------
+    *arrays : numpy.ndarray or cupy.ndarray or None
+        None stands for an absent optional array and is skipped.
+
+    Raises
+    ------
+    DTypeError
+        Something that is no array, or NumPy and CuPy arrays together.
+    DeviceError
+        CuPy arrays on different devices.
+    """
+    present = [a for a in arrays if a is not None]
+    on_device = [is_device_array(a) for a in present]
+    for array, device in zip(present, on_device, strict=True):
+        if not device and not isinstance(array, np.ndarray):
+            raise DTypeError(f"expected a NumPy or CuPy array, got {type(array).__name__}")
+    if not any(on_device):
+        return np
+    if not all(on_device):
+        raise DTypeError("NumPy and CuPy arrays are mixed; move them to one side with cupy.asarray or cupy.asnumpy")
+    devices = sorted({int(a.device.id) for a in present})
+    if len(devices) > 1:
+        raise DeviceError(f"the arrays lie on different devices: {devices}; put them on one")
+    return sys.modules["cupy"]
+
+
+def on_device(array: Array) -> AbstractContextManager[Any]:
+    """Context in which the device of `array` is the current one; nothing at all for NumPy arrays."""
+    return array.device if is_device_array(array) else nullcontext()
+
+
+def to_host(array: Array) -> Any:
+    """Return `array` as a NumPy array (itself if it is one already)."""
+    return array.get() if is_device_array(array) else array
+
+
+def to_device(array: Array) -> Array:
+    """Return `array` as a CuPy array on the current device (itself if it is on a device already)."""
+    if is_device_array(array):
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def column_chunks(rows: int, columns: int, device: bool, parts: int = 4) -> Iterator[tuple[int, int]]:
+    """Split the columns of a [rows, columns] weight into ranges that bound the memory of intermediate results.
+
+    On the host a chunk fits the cache of one core. On a device a chunk is the `parts`-th part of the weight: few
+    launches, and temporary arrays of `parts` bytes a weight are never larger than the uint8 codes.
+
+    Yields
+    ------
+    start, stop : int
+        Column range; `start` is a multiple of 64.
+    """
+    weights = rows * columns // parts if device else _HOST_CHUNK
+    width = max(64, weights // max(rows, 1) // 64 * 64)
+    for start in range(0, columns, width):
+        yield start, min(start + width, columns)

@@ -1,0 +1,440 @@
+"""The two kinds of quantized weight: plain codes, and the packed Marlin form.
+
+Both are frozen dataclasses over NumPy or CuPy arrays, checked once when they are made; code that receives one relies on it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from marlin_jit import layout
+from marlin_jit._array import BFLOAT16, FLOAT16, FLOAT32, Array, namespace, on_device, to_device, to_host
+from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
+
+SCALE_DTYPES = (FLOAT16, BFLOAT16)
+"""What scales may be stored as."""
+MAX_ZERO_POINT = 16
+"""Largest integer zero point: 4 bits, plus the 16 that decoders of GPTQ v1 files can produce."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantWeight:
+    """A 4-bit weight as plain codes: ``W[k, n] = q[k, n]*scale[g, n] + zero[g, n]``.
+
+    Parameters
+    ----------
+    q : uint8 array [K, N]
+        Codes 0..15.
+    scale : float16 or bfloat16 array [G, N]
+        Finite, of any sign; 0 is allowed.
+    zero : array [G, N] or None
+        The value of code 0, as the scale's dtype or float32. None means symmetric: ``zero = -8*scale``.
+    group_size : int
+        Rows a group: any divisor of K, or -1 for one group a column (which ``group_size == K`` is turned into).
+    g_idx : int32 array [K], optional
+        Row k belongs to group ``g_idx[k]`` (activation order). Without it the group is ``k // group_size``.
+
+    Raises
+    ------
+    DTypeError, ShapeError, ValueRangeError, DeviceError
+        Naming the array, what was given and what is accepted.
+
+    Notes
+    -----
+    Arrays are kept, not copied, unless they are not contiguous.
+    """
+
+    q: Array
+    scale: Array
+    zero: Array | None
+    group_size: int
+    g_idx: Array | None = None
+
+    __array_ufunc__: ClassVar[None] = None  # an array operator must not take this for an object scalar
+
+    def __post_init__(self) -> None:
+        xp = namespace(self.q, self.scale, self.zero, self.g_idx)
+        _check_array("q", self.q, (np.dtype(np.uint8),), 2)
+        _check_array("scale", self.scale, SCALE_DTYPES, 2)
+        K, N = self.q.shape
+        if not K or not N:
+            raise ShapeError(f"q is empty: its shape is {self.q.shape}")
+        groups = self.scale.shape[0]
+        size = _check_group_size(self.group_size)
+        if self.g_idx is None:
+            size = -1 if size == K else size
+            if size != -1 and K % size:
+                raise ShapeError(f"group size {size} does not divide K = {K} (the rows of q)")
+            groups = layout.group_count(K, size)
+        elif groups == 1:
+            size = -1
+        elif size == -1 or not groups:
+            raise ShapeError(f"group size {size} with g_idx does not fit scale of shape {self.scale.shape}")
+        _check_shape("scale", self.scale, (groups, N), f"[G, N] for q {self.q.shape} and group size {size}")
+        if self.zero is not None:
+            _check_array("zero", self.zero, (self.scale.dtype, FLOAT32), 2)
+            _check_shape("zero", self.zero, (groups, N), "the shape of scale")
+        if self.g_idx is not None:
+            _check_array("g_idx", self.g_idx, (np.dtype(np.int32),), 1)
+            _check_shape("g_idx", self.g_idx, (K,), "[K]")
+        with on_device(self.q):
+            _check_values(
+                xp,
+                ("q", self.q, lambda a: a <= 15, "outside 0..15"),
+                ("scale", self.scale, xp.isfinite, "NaN or infinite"),
+                ("zero", self.zero, xp.isfinite, "NaN or infinite"),
+                ("g_idx", self.g_idx, lambda a: (a >= 0) & (a < groups), f"outside the groups 0..{groups - 1}"),
+            )
+            for name in ("q", "scale", "zero", "g_idx"):
+                _keep_contiguous(xp, self, name)
+        object.__setattr__(self, "group_size", size)
+        if groups == 1:
+            object.__setattr__(self, "g_idx", None)  # all rows are in group 0
+
+    @classmethod
+    def from_zero_points(
+        cls, q: Array, scale: Array, zero_point: Array, group_size: int, g_idx: Array | None = None
+    ) -> QuantWeight:
+        """Make a weight from integer zero points: ``W = (q - zero_point)*scale``.
+
+        Parameters
+        ----------
+        q, scale, group_size, g_idx
+            As for the class.
+        zero_point : integer array [G, N]
+            0..16. Where all are 8 the weight becomes symmetric.
+
+        Notes
+        -----
+        ``zero = -zero_point*scale`` is stored as float32, where the product (11 + 5 bits) is exact.
+        """
+        xp = namespace(q, scale, zero_point, g_idx)
+        if zero_point.dtype.kind not in "iu":
+            raise DTypeError(f"zero_point must be an integer array, got {zero_point.dtype}; pass a real zero to QuantWeight")
+        _check_array("scale", scale, SCALE_DTYPES, 2)
+        _check_shape("zero_point", zero_point, scale.shape, "the shape of scale")
+        with on_device(scale):
+            _check_values(
+                xp,
+                (
+                    "zero_point",
+                    zero_point,
+                    lambda a: (a >= 0) & (a <= MAX_ZERO_POINT),
+                    f"outside 0..{MAX_ZERO_POINT}",
+                ),
+            )
+            if bool((zero_point == 8).all()):
+                return cls(q, scale, None, group_size, g_idx)
+            with np.errstate(over="ignore", invalid="ignore"):  # the class reports what is not finite
+                zero = -zero_point.astype(np.float32) * scale.astype(np.float32)
+        return cls(q, scale, zero, group_size, g_idx)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical shape (K, N)."""
+        return (int(self.q.shape[0]), int(self.q.shape[1]))
+
+    @property
+    def K(self) -> int:
+        """Input features (rows)."""
+        return self.shape[0]
+
+    @property
+    def N(self) -> int:
+        """Output features (columns)."""
+        return self.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Number of scale rows G."""
+        return int(self.scale.shape[0])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the scales, which is that of the weight."""
+        return np.dtype(self.scale.dtype)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether ``zero`` is ``-8*scale`` and not stored."""
+        return self.zero is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return _nbytes(self.q, self.scale, self.zero, self.g_idx)
+
+    def to_device(self) -> QuantWeight:
+        """Return this weight with CuPy arrays on the current device (itself if it is on a device already)."""
+        return _moved(self, ("q", "scale", "zero", "g_idx"), to_device)
+
+    def to_host(self) -> QuantWeight:
+        """Return this weight with NumPy arrays (itself if it has them already)."""
+        return _moved(self, ("q", "scale", "zero", "g_idx"), to_host)
+
+
+@dataclass(frozen=True, eq=False)
+class MarlinWeight:
+    """A 4-bit weight in the Marlin format: ``W[k, n] = (q - 8)*scale[g, n] + delta[g, n]``.
+
+    Parameters
+    ----------
+    B : int32 array [Kp/16, 2*Np]
+        The codes in the order of :mod:`marlin_jit.layout`.
+    scales : float16 or bfloat16 array [G, Np]
+        In the permuted order of the format.
+    delta : float32 array [G, Np] or None
+        ``zero + 8*scale``, permuted like the scales; None for a symmetric weight.
+    shape : (int, int)
+        Logical shape (K, N). The padded shape (Kp, Np) is :func:`marlin_jit.layout.padded_shape`; the weights of the pad
+        are exactly zero (code 8, and scale and delta 0 outside the real groups and columns).
+    group_size : int
+        32, 64, 128, or -1 for one group a column (which ``group_size == K`` is turned into). G is Kp/group_size, or 1.
+    perm : int32 array [K], optional
+        Packed row i holds source row ``perm[i]`` (activation order): the product is ``x[..., perm] @ packed``.
+
+    Attributes
+    ----------
+    fp16_cache : array [K, N] or None
+        The dequantized weight, rows in source order, after :meth:`cache_fp16`.
+
+    Raises
+    ------
+    DTypeError, ShapeError, ValueRangeError, DeviceError
+        Naming the array, what was given and what is accepted.
+    """
+
+    B: Array
+    scales: Array
+    delta: Array | None
+    shape: tuple[int, int]
+    group_size: int
+    perm: Array | None = None
+    fp16_cache: Array | None = field(default=None, init=False, repr=False)
+
+    # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
+    __array_ufunc__: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        xp = namespace(self.B, self.scales, self.delta, self.perm)
+        K, N = _check_logical_shape(self.shape)
+        size = _check_group_size(self.group_size)
+        size = -1 if size == K else size
+        if size not in layout.GROUP_SIZES:
+            raise ShapeError(f"group size {size} is not one of {layout.GROUP_SIZES}, which the Marlin format can hold")
+        if size != -1 and K % size:
+            raise ShapeError(f"group size {size} does not divide K = {K}")
+        Kp, Np = layout.padded_shape(K, N, size)
+        groups = layout.group_count(Kp, size)
+        padded = f"for shape {(K, N)} padded to {(Kp, Np)}"
+        _check_array("B", self.B, (np.dtype(np.int32),), 2)
+        _check_shape("B", self.B, (Kp // layout.TILE_K, 2 * Np), f"[Kp/16, 2*Np] {padded}")
+        _check_array("scales", self.scales, SCALE_DTYPES, 2)
+        _check_shape("scales", self.scales, (groups, Np), f"[G, Np] {padded} and group size {size}")
+        if self.delta is not None:
+            _check_array("delta", self.delta, (FLOAT32,), 2)
+            _check_shape("delta", self.delta, (groups, Np), "the shape of scales")
+        if self.perm is not None:
+            _check_array("perm", self.perm, (np.dtype(np.int32),), 1)
+            _check_shape("perm", self.perm, (K,), "[K]")
+        rows = None if self.perm is None else (xp.sort(self.perm) == xp.arange(K, dtype=np.int32))
+        with on_device(self.B):
+            _check_values(
+                xp,
+                ("scales", self.scales, xp.isfinite, "NaN or infinite"),
+                ("delta", self.delta, xp.isfinite, "NaN or infinite"),
+                ("delta", self.delta, self._fits, f"too large for {self.scales.dtype}, the dtype of the scales"),
+                ("perm (sorted)", rows, lambda a: a, f"not those of a permutation of 0..{K - 1}"),
+            )
+            for name in ("B", "scales", "delta", "perm"):
+                _keep_contiguous(xp, self, name)
+        object.__setattr__(self, "shape", (K, N))
+        object.__setattr__(self, "group_size", size)
+
+    def _fits(self, delta: Array) -> Array:
+        """Where `delta` stays finite in the dtype of the scales, as which kernels read it."""
+        with np.errstate(over="ignore"):
+            return namespace(delta).isfinite(delta.astype(self.scales.dtype))
+
+    def __rmatmul__(self, x: Array) -> Array:
+        """``x @ w``: see :func:`marlin_jit.dispatch.matmul`."""
+        from marlin_jit.dispatch import matmul
+
+        return matmul(x, self)
+
+    @property
+    def K(self) -> int:
+        """Input features (rows) of the logical weight."""
+        return self.shape[0]
+
+    @property
+    def N(self) -> int:
+        """Output features (columns) of the logical weight."""
+        return self.shape[1]
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape (Kp, Np) that B holds."""
+        return layout.padded_shape(self.K, self.N, self.group_size)
+
+    @property
+    def groups(self) -> int:
+        """Number of scale rows G, those of the pad included."""
+        return int(self.scales.shape[0])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the scales, which is that of the weight."""
+        return np.dtype(self.scales.dtype)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether there is no delta."""
+        return self.delta is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed arrays (without the FP16 cache)."""
+        return _nbytes(self.B, self.scales, self.delta, self.perm)
+
+    @cached_property
+    def delta16(self) -> Array | None:
+        """Delta rounded to the dtype of the scales, as kernels read it; None for a symmetric weight."""
+        if self.delta is None:
+            return None
+        with on_device(self.delta):
+            return self.delta.astype(self.scales.dtype)
+
+    def astype(self, dtype: Any) -> MarlinWeight:
+        """Return this weight with its scales rounded to another dtype.
+
+        Every weight is multiplied by the ratio of the rounded scale to the old one, delta included. So an integer zero
+        point stays what it was, and what was exactly zero stays zero.
+
+        Parameters
+        ----------
+        dtype : float16 or bfloat16
+            The same dtype returns the weight itself.
+
+        Raises
+        ------
+        ValueRangeError
+            A scale or delta that overflows the new dtype.
+        """
+        dtype = np.dtype(dtype)
+        if dtype not in SCALE_DTYPES:
+            raise DTypeError(f"a Marlin weight is float16 or bfloat16, not {dtype}")
+        if dtype == self.dtype:
+            return self
+        xp = namespace(self.scales)
+        with on_device(self.scales), np.errstate(over="ignore", under="ignore"):
+            scales = self.scales.astype(np.float32).astype(dtype)
+            delta = self.delta
+            if delta is not None:
+                # float64: the product is exact, so the quotient is too wherever float32 can hold it.
+                old, new = self.scales.astype(np.float64), scales.astype(np.float64)
+                scaled = delta.astype(np.float64) * new / xp.where(old == 0, 1.0, old)
+                delta = xp.where(old == 0, delta, scaled.astype(np.float32))
+        return replace(self, scales=scales, delta=delta)
+
+    def to_device(self) -> MarlinWeight:
+        """Return this weight with CuPy arrays on the current device (itself if it is on a device already)."""
+        return _moved(self, ("B", "scales", "delta", "perm"), to_device)
+
+    def to_host(self) -> MarlinWeight:
+        """Return this weight with NumPy arrays (itself if it has them already)."""
+        return _moved(self, ("B", "scales", "delta", "perm"), to_host)
+
+    def cache_fp16(self) -> MarlinWeight:
+        """Dequantize once and keep the result in :attr:`fp16_cache`, [K, N] in :attr:`dtype`: memory for speed.
+
+        Returns
+        -------
+        MarlinWeight
+            This weight, so that calls can be chained.
+        """
+        if self.fp16_cache is None:
+            from marlin_jit.pack import dequantize
+
+            object.__setattr__(self, "fp16_cache", dequantize(self))
+        return self
+
+    def drop_fp16(self) -> None:
+        """Free what :meth:`cache_fp16` made."""
+        object.__setattr__(self, "fp16_cache", None)
+
+
+def _check_array(name: str, array: Array, dtypes: tuple[Any, ...], ndim: int) -> None:
+    if array.dtype not in dtypes:
+        accepted = " or ".join(str(np.dtype(d)) for d in dict.fromkeys(dtypes))
+        raise DTypeError(f"{name} must be {accepted}, got {array.dtype}")
+    if array.ndim != ndim:
+        raise ShapeError(f"{name} must have {ndim} dimension{'s'[: ndim > 1]}, got shape {array.shape}")
+
+
+def _check_shape(name: str, array: Array, expected: tuple[int, ...], what: str) -> None:
+    if array.shape != expected:
+        raise ShapeError(f"{name} must have shape {expected}, {what}; got {array.shape}")
+
+
+def _check_group_size(group_size: Any) -> int:
+    try:
+        size = operator.index(group_size)
+    except TypeError:
+        raise DTypeError(f"group_size must be an integer, got {type(group_size).__name__}") from None
+    if size < 1 and size != -1:
+        raise ShapeError(f"group_size must be positive, or -1 for one group a column; got {size}")
+    return size
+
+
+def _check_logical_shape(shape: Any) -> tuple[int, int]:
+    try:
+        K, N = (operator.index(n) for n in shape)
+    except (TypeError, ValueError):
+        raise ShapeError(f"shape must be two integers (K, N), got {shape!r}") from None
+    if K < 1 or N < 1:
+        raise ShapeError(f"shape must be positive, got {(K, N)}")
+    return K, N
+
+
+def _check_values(xp: Any, *checks: tuple[str, Array | None, Any, str]) -> None:
+    """Check values of several arrays; on a device the answers come back together, in one synchronisation.
+
+    Each check is (name, array or None, predicate that is true where a value is good, what bad values are).
+    """
+    present = [c for c in checks if c[1] is not None]
+    good = xp.stack([_all_good(array, predicate) for _, array, predicate, _ in present]).tolist()
+    for (name, array, predicate, what), fine in zip(present, good, strict=True):
+        if not fine:
+            bad = np.argwhere(~to_host(predicate(array)))
+            first = ", ".join(str(i) for i in bad[0])
+            raise ValueRangeError(f"{name}: {len(bad)} of {array.size} values are {what}; the first is at [{first}]")
+
+
+def _all_good(array: Array, predicate: Any) -> Array:
+    """0-d result of `predicate` over `array`."""
+    if array.dtype == np.uint8:
+        return predicate(array.max())  # codes are the one large array: no temporary of their size
+    return predicate(array).all()
+
+
+def _keep_contiguous(xp: Any, weight: object, name: str) -> None:
+    """Replace a strided array of a frozen weight by a contiguous copy: kernels take no strides."""
+    array = getattr(weight, name)
+    if array is not None and not array.flags.c_contiguous:
+        object.__setattr__(weight, name, xp.ascontiguousarray(array))
+
+
+def _moved(weight: Any, names: tuple[str, ...], move: Any) -> Any:
+    arrays = {name: getattr(weight, name) for name in names}
+    moved = {name: None if array is None else move(array) for name, array in arrays.items()}
+    return weight if all(moved[n] is arrays[n] for n in names) else replace(weight, **moved)
+
+
+def _nbytes(*arrays: Array | None) -> int:
+    return sum(int(a.nbytes) for a in arrays if a is not None)
