@@ -1,0 +1,112 @@
+// The two activation types, and how a 4-bit code becomes one of them.
+//
+// Type names a 16-bit element (`fp16` or `bf16`); a pair is two of them in one 32-bit register. Every kernel is
+// compiled for one type, chosen by -DBF16=0|1, and calls only `Type::`.
+#pragma once
+#include "ptx.cuh"
+
+struct Fp16 {
+    static __device__ __forceinline__ float to_float(uint16_t x) {
+        float f;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+        return f;
+    }
+    static __device__ __forceinline__ uint16_t from_float(float f) {
+        uint16_t x;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x) : "f"(f));
+        return x;
+    }
+    static __device__ __forceinline__ uint32_t pair(float low, float high) {
+        return from_float(low) | (static_cast<uint32_t>(from_float(high)) << 16);
+    }
+    static __device__ __forceinline__ uint32_t sub(uint32_t a, uint32_t b) {
+        uint32_t d;
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
+        uint32_t d;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        return d;
+    }
+    static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+        uint32_t d;
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+        return d;
+    }
+
+    // One word of B -> the mma A fragment of q - 8, exactly:
+    // a[0] = (n = g;   k = 2t, 2t+1)   a[1] = (n = g+8; same k)   a[2], a[3] = the same rows at k + 8.
+    // 0x6400 is 1024, whose last place is 1: OR-ing a nibble into bits 0..3 gives 1024 + q, into bits 4..7
+    // gives 1024 + 16 q.
+    static __device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
+        const uint32_t minus_1032 = 0x64086408, sixteenth = 0x2c002c00, minus_72 = 0xd480d480;
+        const uint32_t upper = q >> 8;
+        a[0] = sub(mask_or<0x000f000f, 0x64006400>(q), minus_1032);
+        a[1] = sub(mask_or<0x000f000f, 0x64006400>(upper), minus_1032);
+        a[2] = fma(mask_or<0x00f000f0, 0x64006400>(q), sixteenth, minus_72);
+        a[3] = fma(mask_or<0x00f000f0, 0x64006400>(upper), sixteenth, minus_72);
+    }
+
+    static constexpr uint32_t ONES = 0x3c003c00;
+
+    // d += a (16 x 16, rows n) * b (16 x 8, columns m), float32 accumulators.
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+struct Bf16 {
+    static __device__ __forceinline__ float to_float(uint16_t x) {
+        return __uint_as_float(static_cast<uint32_t>(x) << 16);
+    }
+    static __device__ __forceinline__ uint16_t from_float(float f) {
+        uint16_t x;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x) : "f"(f));
+        return x;
+    }
+    static __device__ __forceinline__ uint32_t pair(float low, float high) {
+        uint32_t d;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+        return d;
+    }
+    // sm_80 has only fma for bf16 pairs.
+    static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+        uint32_t d;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+        return d;
+    }
+    static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return fma(a, b, 0x80008000); }
+
+    // As Fp16::centered. bf16 has 7 mantissa bits: only a nibble in bits 0..3 can be read as 128 + q, so each of
+    // the four pairs is shifted down.
+    static __device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
+        const uint32_t one = 0x3f803f80, minus_136 = 0xc308c308;
+        a[0] = fma(mask_or<0x000f000f, 0x43004300>(q), one, minus_136);
+        a[1] = fma(mask_or<0x000f000f, 0x43004300>(q >> 8), one, minus_136);
+        a[2] = fma(mask_or<0x000f000f, 0x43004300>(q >> 4), one, minus_136);
+        a[3] = fma(mask_or<0x000f000f, 0x43004300>(q >> 12), one, minus_136);
+    }
+
+    static constexpr uint32_t ONES = 0x3f803f80;
+
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+template <int IS_BF16>
+struct TypeOf {
+    using type = Fp16;
+};
+template <>
+struct TypeOf<1> {
+    using type = Bf16;
+};
+using Type = TypeOf<BF16>::type;

@@ -1,0 +1,87 @@
+// Instruction wrappers and fixed-width names. Nothing here knows about quantization.
+//
+// The kernels include no CUDA or standard header, so NVRTC needs no include path.
+#pragma once
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+struct alignas(16) Vec4 {  // one 16-byte access
+    uint32_t x, y, z, w;
+};
+struct alignas(16) Float4 {
+    float x, y, z, w;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes global -> shared, asynchronously. Only the first `bytes` are read; the rest is written as zeros,
+// so an address that is out of range is legal with bytes = 0.
+__device__ __forceinline__ void copy_async16(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Weights are read once: no reason to keep them in L1.
+__device__ __forceinline__ Vec4 load_stream16(const void* from) {
+    Vec4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+// Data another block wrote during this launch: past L1.
+__device__ __forceinline__ Float4 load_l2(const Float4* from) {
+    Float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_l2(const float* from) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ Vec4 load_shared16(uint32_t from) {
+    Vec4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from));
+    return v;
+}
+
+// Four 8x8 matrices of 16-bit elements; lane i of each group of eight gives the address of row i.
+__device__ __forceinline__ void load_matrix4(uint32_t (&r)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(from));
+}
+// Transposes an 8x8 matrix of 16-bit elements held across the warp.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t a) {
+    uint32_t d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
+}
+
+// (x & mask) | bits in one instruction.
+template <uint32_t MASK, uint32_t BITS>
+__device__ __forceinline__ uint32_t mask_or(uint32_t x) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(x), "n"(MASK), "n"(BITS));
+    return d;
+}
+
+// Both 16-bit halves of the result are the low (high) half of x.
+__device__ __forceinline__ uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
+__device__ __forceinline__ uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }
