@@ -1,6 +1,7 @@
 """NumPy or CuPy: which of the two an array belongs to, without importing CuPy.
 
-CuPy is never imported just to look at an array: an array of CuPy's can only exist where the module is loaded already.
+CuPy is never imported just to look at an array: an array of CuPy's can only exist where the module is loaded
+already.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def namespace(*arrays: Array | None) -> Any:
     if not any(on_device):
         return np
     if not all(on_device):
-        raise DTypeError("NumPy and CuPy arrays are mixed; move them to one side with cupy.asarray or cupy.asnumpy")
+        raise DTypeError("NumPy and CuPy arrays are mixed; move all to one side (cupy.asarray, cupy.asnumpy)")
     devices = sorted({int(a.device.id) for a in present})
     if len(devices) > 1:
         raise DeviceError(f"the arrays lie on different devices: {devices}; put them on one")
@@ -75,16 +76,16 @@ def to_device(array: Array) -> Array:
     """Return `array` as a CuPy array on the current device (itself if it is on a device already)."""
     if is_device_array(array):
         return array
-    import cupy
+    from marlin_jit._cupy import import_cupy
 
-    return cupy.asarray(array)
+    return import_cupy().asarray(array)
 
 
 def column_chunks(rows: int, columns: int, device: bool, parts: int = 4) -> Iterator[tuple[int, int]]:
-    """Split the columns of a [rows, columns] weight into ranges that bound the memory of intermediate results.
+    """Split the columns of a [rows, columns] weight into ranges, to bound the memory of temporary arrays.
 
-    On the host a chunk fits the cache of one core. On a device a chunk is the `parts`-th part of the weight: few
-    launches, and temporary arrays of `parts` bytes a weight are never larger than the uint8 codes.
+    On the host a chunk fits the cache of one core. On a device a chunk is the `parts`-th part of the weight:
+    few launches, and temporary arrays of `parts` bytes a weight are never larger than the uint8 codes.
 
     Yields
     ------

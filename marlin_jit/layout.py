@@ -1,13 +1,14 @@
 """Where things sit in the Marlin format: one closed form for the codes, one for the scales.
 
-The format is that of IST-DASLab/marlin. A weight [K, N] of 4-bit codes becomes int32 words ``B[K/16, 2N]``: row ``kt``
-holds the 16 weight rows from ``16*kt``, and a word holds the eight codes that one lane of a warp feeds to one
-``mma.m16n8k16``. With the bits of k and n written out,
+The format is that of IST-DASLab/marlin. A weight [K, N] of 4-bit codes becomes int32 words ``B[K/16, 2N]``:
+row ``kt`` holds the 16 weight rows from ``16*kt``, and a word holds the eight codes that one lane of a warp
+feeds to one ``mma.m16n8k16``. With the bits of k and n written out,
 
     k = 16*kt + 8*b3 + 2*t + b0         n = 64*c + 16*j + 8*b + g
 
-(t, j in 0..3; g in 0..7; b3, b0, b in 0..1) the code (k, n) is nibble ``r = 4*b0 + 2*b + b3`` of word
-``128*c + 16*g + 4*t + j``. So lane ``4*g + t`` reads its four words, one for each 16-column tile j, as one 16-byte vector.
+(t, j in 0..3; g in 0..7; b3, b0, b in 0..1) the code (k, n) is nibble ``r = 4*b0 + 2*b + b3`` of word ``128*c
++ 16*g + 4*t + j``. So lane ``4*g + t`` reads its four words, one for each 16-column tile j, as one 16-byte
+vector.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def group_count(K: int, group_size: int) -> int:
 
 
 def code_position(k: Array | int, n: Array | int) -> tuple[Array, Array, Array]:
-    """Return where code (k, n) sits: row and column of its word in B, and the shift of its nibble in that word.
+    """Return where code (k, n) sits: row and column of its word in B, and the shift of its nibble there.
 
-    Plain integers or integer arrays. Packing itself moves whole arrays (:func:`word_order`); this is the same rule,
-    one code at a time.
+    Plain integers or integer arrays. Packing itself moves whole arrays (:func:`word_order`); this is the same
+    rule, one code at a time.
     """
     lane = 4 * (n & 7) + ((k & 7) >> 1)
     word = 128 * (n >> 6) + 4 * lane + ((n >> 4) & 3)
@@ -55,9 +56,10 @@ def code_position(k: Array | int, n: Array | int) -> tuple[Array, Array, Array]:
 
 
 def word_bytes(B: Array) -> Array:
-    """View B, int32 [T, 2N] and contiguous, as its bytes: uint8 [T, N/64 (c), 8 (g), 4 (t), 4 (j), 2 (b0), 2 (b)].
+    """View B, contiguous int32 [T, 2N], as bytes: uint8 [T, N/64 (c), 8 (g), 4 (t), 4 (j), 2 (b0), 2 (b)].
 
-    Words are little-endian, so byte ``2*b0 + b`` of a word holds nibbles ``4*b0 + 2*b`` (b3 = 0) and the next (b3 = 1).
+    Words are little-endian, so byte ``2*b0 + b`` of a word holds nibbles ``4*b0 + 2*b`` (b3 = 0) and the next
+    (b3 = 1).
     """
     rows, words = B.shape
     return B.view(np.uint8).reshape(rows, words // 128, 8, 4, 4, 2, 2)
@@ -76,8 +78,9 @@ def word_order(pairs: Array) -> Array:
 def permute_scales(scales: Array) -> Array:
     """Reorder scales [G, N] between plain column order and the order of the format (N a multiple of 64).
 
-    With several groups, position p of each 64 columns holds column ``8*(p % 8) + p//8``; with a single group, position
-    ``8*i + r`` of each 32 holds column ``2*i + 8*(r >> 1) + (r & 1)``. Both swap two axes, so both undo themselves.
+    With several groups, position p of each 64 columns holds column ``8*(p % 8) + p//8``; with a single group,
+    position ``8*i + r`` of each 32 holds column ``2*i + 8*(r >> 1) + (r & 1)``. Both swap two axes, so both
+    undo themselves.
 
     Returns
     -------

@@ -1,17 +1,30 @@
-"""Packing into the Marlin format, its inverse, and dequantization, as array operations for NumPy and CuPy alike.
+"""Packing into the Marlin format, its inverse, and dequantization: one code for NumPy and CuPy.
 
-Nothing is looked up in index tables and no word is built by a loop: two codes are joined to a byte, and one transposing
-copy puts the bytes in their places (:mod:`marlin_jit.layout`). Codes are never recomputed from weights, so packing is exact.
+Nothing is looked up in index tables and no word is built by a loop: two codes are joined to a byte, and one
+transposing copy puts the bytes in their places (:mod:`marlin_jit.layout`). Codes are never recomputed from
+weights, so packing is exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from marlin_jit import layout
-from marlin_jit._array import BFLOAT16, FLOAT16, FLOAT32, Array, column_chunks, is_device_array, namespace, on_device, to_host
+from marlin_jit._array import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Array,
+    column_chunks,
+    is_device_array,
+    namespace,
+    on_device,
+    to_host,
+)
 from marlin_jit.errors import DTypeError, ShapeError
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
@@ -24,14 +37,14 @@ def pack(weight: QuantWeight) -> MarlinWeight:
     Parameters
     ----------
     weight : QuantWeight
-        Any K and N (they are padded); group size 32, 64, 128 or -1. With `g_idx`, rows are sorted by group and the order
-        is kept in ``perm``; every group must then have the same number of rows.
+        Any K and N (they are padded); group size 32, 64, 128 or -1. With `g_idx`, rows are sorted by group
+        and the order is kept in ``perm``; every group must then have the same number of rows.
 
     Returns
     -------
     MarlinWeight
-        On the same device, with scales of the same dtype. For symmetric weights B and scales are those the original
-        packer writes.
+        On the same device, with scales of the same dtype. For symmetric weights B and scales are those the
+        original packer writes.
 
     Raises
     ------
@@ -78,8 +91,8 @@ def unpack(weight: MarlinWeight) -> QuantWeight:
     Returns
     -------
     QuantWeight
-        The codes and scales that were packed, rows in source order. ``zero`` is float32, ``delta - 8*scale``, which is
-        exactly the packed one wherever ``delta`` was exact (always, for integer zero points).
+        The codes and scales that were packed, rows in source order. ``zero`` is float32, ``delta - 8*scale``,
+        which is exactly the packed one wherever ``delta`` was exact (always, for integer zero points).
     """
     xp = namespace(weight.B)
     K, N = weight.shape
@@ -87,9 +100,9 @@ def unpack(weight: MarlinWeight) -> QuantWeight:
     groups = layout.group_count(K, size)
     with on_device(weight.B):
         q = xp.empty((K, N), dtype=np.uint8)
-        rows = _source_rows(xp, weight)
+        rows = _source_rows(weight)
         for start, stop in column_chunks(*weight.padded_shape, is_device_array(q)):
-            codes = _split_pairs(xp, weight, start, stop)[rows]
+            codes = _split_pairs(weight, start, stop)[rows]
             q[:, start:stop] = codes[:, : min(stop, N) - start]
         scale = xp.ascontiguousarray(layout.permute_scales(weight.scales)[:groups, :N])
         zero = None
@@ -115,55 +128,58 @@ def dequantize(weight: QuantWeight | MarlinWeight, dtype: Any = None) -> Array:
     Returns
     -------
     array [K, N]
-        Rows in source order. Computed in float32, as ``q*scale + zero`` or ``(q - 8)*scale + delta``, and rounded once.
+        Rows in source order. Computed in float32, as ``q*scale + zero`` or ``(q - 8)*scale + delta``, and
+        rounded once.
     """
     if not isinstance(weight, (QuantWeight, MarlinWeight)):
         raise DTypeError(f"expected a QuantWeight or MarlinWeight, got {type(weight).__name__}")
     dtype = np.dtype(weight.dtype if dtype is None else dtype)
     if dtype not in (FLOAT16, BFLOAT16, FLOAT32):
         raise DTypeError(f"a weight is dequantized to float16, bfloat16 or float32, not {dtype}")
-    columns = _marlin_columns if isinstance(weight, MarlinWeight) else _plain_columns
-    rows = weight.padded_shape[0] if isinstance(weight, MarlinWeight) else weight.K
-    array = weight.B if isinstance(weight, MarlinWeight) else weight.q
+    columns: Callable[[int, int], Array]
+    if isinstance(weight, MarlinWeight):
+        array, rows, columns = weight.B, weight.padded_shape[0], partial(_marlin_columns, weight)
+    else:
+        array, rows, columns = weight.q, weight.K, partial(_plain_columns, weight)
     xp = namespace(array)
     with on_device(array), np.errstate(over="ignore"):  # beyond the range of dtype: infinite, as IEEE says
         out = xp.empty(weight.shape, dtype=dtype)
         for start, stop in column_chunks(rows, weight.N, is_device_array(array), parts=16):
-            out[:, start:stop] = columns(xp, weight, start, stop)
+            out[:, start:stop] = columns(start, stop)
     return out
 
 
-def _plain_columns(xp: Any, weight: QuantWeight, start: int, stop: int) -> Array:
+def _plain_columns(weight: QuantWeight, start: int, stop: int) -> Array:
     """Columns `start` to `stop` of a QuantWeight in float32."""
-    value = weight.q[:, start:stop].astype(np.float32)
+    codes = weight.q[:, start:stop].astype(np.float32)
     scale = weight.scale[:, start:stop].astype(np.float32)
     zero = None if weight.zero is None else weight.zero[:, start:stop].astype(np.float32)
     if weight.g_idx is None:
-        grouped = value.reshape(weight.groups, -1, stop - start)
+        value = codes.reshape(weight.groups, -1, stop - start)
         scale = scale[:, None]
         zero = None if zero is None else zero[:, None]
     else:
-        grouped = value
+        value = codes
         scale = scale[weight.g_idx]
         zero = None if zero is None else zero[weight.g_idx]
     if zero is None:
-        grouped -= np.float32(8)
-    grouped *= scale
+        value -= np.float32(8)
+    value *= scale
     if zero is not None:
-        grouped += zero
-    return value
+        value += zero
+    return value.reshape(weight.K, stop - start)
 
 
-def _marlin_columns(xp: Any, weight: MarlinWeight, start: int, stop: int) -> Array:
+def _marlin_columns(weight: MarlinWeight, start: int, stop: int) -> Array:
     """Columns `start` to `stop` of a MarlinWeight in float32, rows in source order."""
     padded_stop = -(-stop // layout.CHUNK_N) * layout.CHUNK_N
-    value = _split_pairs(xp, weight, start, padded_stop).astype(np.float32)
-    grouped = value.reshape(weight.groups, -1, padded_stop - start)
-    grouped -= np.float32(8)
-    grouped *= layout.permute_scales(weight.scales[:, start:padded_stop]).astype(np.float32)[:, None]
+    codes = _split_pairs(weight, start, padded_stop)
+    value = codes.reshape(weight.groups, -1, padded_stop - start).astype(np.float32)
+    value -= np.float32(8)
+    value *= layout.permute_scales(weight.scales[:, start:padded_stop]).astype(np.float32)[:, None]
     if weight.delta is not None:
-        grouped += layout.permute_scales(weight.delta[:, start:padded_stop])[:, None]
-    return value[_source_rows(xp, weight), : stop - start]
+        value += layout.permute_scales(weight.delta[:, start:padded_stop])[:, None]
+    return value.reshape(codes.shape)[_source_rows(weight), : stop - start]
 
 
 def _pair_codes(xp: Any, codes: Array, Kp: int, width: int) -> Array:
@@ -177,7 +193,7 @@ def _pair_codes(xp: Any, codes: Array, Kp: int, width: int) -> Array:
     K, N = codes.shape
     whole = K // layout.TILE_K
     shape = (Kp // layout.TILE_K, 8, width)
-    if (K, N) == (Kp, width):
+    if Kp == K and width == N:
         pairs = xp.empty(shape, dtype=np.uint8)
     else:
         pairs = xp.full(shape, _PAD_PAIR, dtype=np.uint8)
@@ -193,8 +209,9 @@ def _pair_codes(xp: Any, codes: Array, Kp: int, width: int) -> Array:
     return pairs
 
 
-def _split_pairs(xp: Any, weight: MarlinWeight, start: int, stop: int) -> Array:
-    """Codes of the padded columns `start` to `stop` (multiples of 64): uint8 [Kp, stop - start], rows as packed."""
+def _split_pairs(weight: MarlinWeight, start: int, stop: int) -> Array:
+    """Codes of padded columns `start` to `stop` (multiples of 64): uint8 [Kp, stop - start], packed rows."""
+    xp = namespace(weight.B)
     tiles = weight.B.shape[0]
     pairs = xp.empty((tiles, 8, stop - start), dtype=np.uint8)
     chunks = slice(start // layout.CHUNK_N, stop // layout.CHUNK_N)
@@ -205,10 +222,11 @@ def _split_pairs(xp: Any, weight: MarlinWeight, start: int, stop: int) -> Array:
     return codes.reshape(tiles * layout.TILE_K, stop - start)
 
 
-def _source_rows(xp: Any, weight: MarlinWeight) -> Any:
-    """Index that takes packed rows to the K source rows: a slice, or the inverse of the weight's permutation."""
+def _source_rows(weight: MarlinWeight) -> Any:
+    """Index that takes packed rows to the K source rows: a slice, or the inverse permutation."""
     if weight.perm is None:
         return slice(0, weight.K)
+    xp = namespace(weight.perm)
     inverse = xp.empty_like(weight.perm)
     inverse[weight.perm] = xp.arange(weight.K, dtype=np.int32)
     return inverse

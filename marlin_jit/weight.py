@@ -1,20 +1,24 @@
 """The two kinds of quantized weight: plain codes, and the packed Marlin form.
 
-Both are frozen dataclasses over NumPy or CuPy arrays, checked once when they are made; code that receives one relies on it.
+Both are frozen dataclasses over NumPy or CuPy arrays, checked once when they are made; code that receives one
+relies on it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from marlin_jit import layout
 from marlin_jit._array import BFLOAT16, FLOAT16, FLOAT32, Array, namespace, on_device, to_device, to_host
 from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
+
+_Weight = TypeVar("_Weight", "QuantWeight", "MarlinWeight")
 
 SCALE_DTYPES = (FLOAT16, BFLOAT16)
 """What scales may be stored as."""
@@ -35,7 +39,8 @@ class QuantWeight:
     zero : array [G, N] or None
         The value of code 0, as the scale's dtype or float32. None means symmetric: ``zero = -8*scale``.
     group_size : int
-        Rows a group: any divisor of K, or -1 for one group a column (which ``group_size == K`` is turned into).
+        Rows a group: any divisor of K, or -1 for one group a column (which ``group_size == K`` is turned
+        into).
     g_idx : int32 array [K], optional
         Row k belongs to group ``g_idx[k]`` (activation order). Without it the group is ``k // group_size``.
 
@@ -88,7 +93,7 @@ class QuantWeight:
                 ("q", self.q, lambda a: a <= 15, "outside 0..15"),
                 ("scale", self.scale, xp.isfinite, "NaN or infinite"),
                 ("zero", self.zero, xp.isfinite, "NaN or infinite"),
-                ("g_idx", self.g_idx, lambda a: (a >= 0) & (a < groups), f"outside the groups 0..{groups - 1}"),
+                ("g_idx", self.g_idx, lambda a: (a >= 0) & (a < groups), f"outside the {groups} groups"),
             )
             for name in ("q", "scale", "zero", "g_idx"):
                 _keep_contiguous(xp, self, name)
@@ -115,7 +120,9 @@ class QuantWeight:
         """
         xp = namespace(q, scale, zero_point, g_idx)
         if zero_point.dtype.kind not in "iu":
-            raise DTypeError(f"zero_point must be an integer array, got {zero_point.dtype}; pass a real zero to QuantWeight")
+            raise DTypeError(
+                f"zero_point must be an integer array, got {zero_point.dtype}; QuantWeight() takes real zeros"
+            )
         _check_array("scale", scale, SCALE_DTYPES, 2)
         _check_shape("zero_point", zero_point, scale.shape, "the shape of scale")
         with on_device(scale):
@@ -157,7 +164,8 @@ class QuantWeight:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the scales, which is that of the weight."""
-        return np.dtype(self.scale.dtype)
+        dtype: np.dtype[Any] = self.scale.dtype
+        return dtype
 
     @property
     def symmetric(self) -> bool:
@@ -191,12 +199,14 @@ class MarlinWeight:
     delta : float32 array [G, Np] or None
         ``zero + 8*scale``, permuted like the scales; None for a symmetric weight.
     shape : (int, int)
-        Logical shape (K, N). The padded shape (Kp, Np) is :func:`marlin_jit.layout.padded_shape`; the weights of the pad
-        are exactly zero (code 8, and scale and delta 0 outside the real groups and columns).
+        Logical shape (K, N). The padded shape (Kp, Np) is :func:`marlin_jit.layout.padded_shape`; the weights
+        of the pad are exactly zero (code 8, and scale and delta 0 outside the real groups and columns).
     group_size : int
-        32, 64, 128, or -1 for one group a column (which ``group_size == K`` is turned into). G is Kp/group_size, or 1.
+        32, 64, 128, or -1 for one group a column (which ``group_size == K`` is turned into). G is
+        Kp/group_size, or 1.
     perm : int32 array [K], optional
-        Packed row i holds source row ``perm[i]`` (activation order): the product is ``x[..., perm] @ packed``.
+        Packed row i holds source row ``perm[i]`` (activation order): the product is ``x[..., perm] @
+        packed``.
 
     Attributes
     ----------
@@ -226,7 +236,7 @@ class MarlinWeight:
         size = _check_group_size(self.group_size)
         size = -1 if size == K else size
         if size not in layout.GROUP_SIZES:
-            raise ShapeError(f"group size {size} is not one of {layout.GROUP_SIZES}, which the Marlin format can hold")
+            raise ShapeError(f"the Marlin format holds group sizes {layout.GROUP_SIZES}, not {size}")
         if size != -1 and K % size:
             raise ShapeError(f"group size {size} does not divide K = {K}")
         Kp, Np = layout.padded_shape(K, N, size)
@@ -242,14 +252,14 @@ class MarlinWeight:
         if self.perm is not None:
             _check_array("perm", self.perm, (np.dtype(np.int32),), 1)
             _check_shape("perm", self.perm, (K,), "[K]")
-        rows = None if self.perm is None else (xp.sort(self.perm) == xp.arange(K, dtype=np.int32))
         with on_device(self.B):
+            in_order = None if self.perm is None else xp.sort(self.perm) == xp.arange(K, dtype=np.int32)
             _check_values(
                 xp,
                 ("scales", self.scales, xp.isfinite, "NaN or infinite"),
                 ("delta", self.delta, xp.isfinite, "NaN or infinite"),
-                ("delta", self.delta, self._fits, f"too large for {self.scales.dtype}, the dtype of the scales"),
-                ("perm (sorted)", rows, lambda a: a, f"not those of a permutation of 0..{K - 1}"),
+                ("delta", self.delta, self._fits, f"too large for the scales' dtype {self.scales.dtype}"),
+                ("perm (sorted)", in_order, lambda a: a, f"not those of a permutation of 0..{K - 1}"),
             )
             for name in ("B", "scales", "delta", "perm"):
                 _keep_contiguous(xp, self, name)
@@ -290,7 +300,8 @@ class MarlinWeight:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the scales, which is that of the weight."""
-        return np.dtype(self.scales.dtype)
+        dtype: np.dtype[Any] = self.scales.dtype
+        return dtype
 
     @property
     def symmetric(self) -> bool:
@@ -313,8 +324,8 @@ class MarlinWeight:
     def astype(self, dtype: Any) -> MarlinWeight:
         """Return this weight with its scales rounded to another dtype.
 
-        Every weight is multiplied by the ratio of the rounded scale to the old one, delta included. So an integer zero
-        point stays what it was, and what was exactly zero stays zero.
+        Every weight is multiplied by the ratio of the rounded scale to the old one, delta included. So an
+        integer zero point stays what it was, and what was exactly zero stays zero.
 
         Parameters
         ----------
@@ -351,7 +362,9 @@ class MarlinWeight:
         return _moved(self, ("B", "scales", "delta", "perm"), to_host)
 
     def cache_fp16(self) -> MarlinWeight:
-        """Dequantize once and keep the result in :attr:`fp16_cache`, [K, N] in :attr:`dtype`: memory for speed.
+        """Dequantize once and keep the result ([K, N], in :attr:`dtype`) in :attr:`fp16_cache`.
+
+        It trades memory for speed. The cache belongs to this object: weights made from it start without.
 
         Returns
         -------
@@ -402,25 +415,25 @@ def _check_logical_shape(shape: Any) -> tuple[int, int]:
     return K, N
 
 
-def _check_values(xp: Any, *checks: tuple[str, Array | None, Any, str]) -> None:
+def _check_values(xp: Any, *checks: tuple[str, Array | None, Callable[[Array], Array], str]) -> None:
     """Check values of several arrays; on a device the answers come back together, in one synchronisation.
 
     Each check is (name, array or None, predicate that is true where a value is good, what bad values are).
     """
-    present = [c for c in checks if c[1] is not None]
-    good = xp.stack([_all_good(array, predicate) for _, array, predicate, _ in present]).tolist()
-    for (name, array, predicate, what), fine in zip(present, good, strict=True):
+    present = [(name, array, good, what) for name, array, good, what in checks if array is not None]
+    answers = xp.stack([_all_good(array, good) for _, array, good, _ in present]).tolist()
+    for (name, array, good, what), fine in zip(present, answers, strict=True):
         if not fine:
-            bad = np.argwhere(~to_host(predicate(array)))
+            bad = np.argwhere(~to_host(good(array)))
             first = ", ".join(str(i) for i in bad[0])
-            raise ValueRangeError(f"{name}: {len(bad)} of {array.size} values are {what}; the first is at [{first}]")
+            raise ValueRangeError(f"{name}: {len(bad)} of {array.size} values {what}, the first at [{first}]")
 
 
-def _all_good(array: Array, predicate: Any) -> Array:
-    """0-d result of `predicate` over `array`."""
+def _all_good(array: Array, good: Callable[[Array], Array]) -> Array:
+    """Whether `good` holds for all of `array`, as an array without dimensions."""
     if array.dtype == np.uint8:
-        return predicate(array.max())  # codes are the one large array: no temporary of their size
-    return predicate(array).all()
+        return good(array.max())  # codes are the one large array: no temporary of their size
+    return good(array).all()
 
 
 def _keep_contiguous(xp: Any, weight: object, name: str) -> None:
@@ -430,9 +443,10 @@ def _keep_contiguous(xp: Any, weight: object, name: str) -> None:
         object.__setattr__(weight, name, xp.ascontiguousarray(array))
 
 
-def _moved(weight: Any, names: tuple[str, ...], move: Any) -> Any:
+def _moved(weight: _Weight, names: tuple[str, ...], move: Callable[[Array], Array]) -> _Weight:
+    """`weight` with all its arrays moved; itself if they are there already."""
     arrays = {name: getattr(weight, name) for name in names}
-    moved = {name: None if array is None else move(array) for name, array in arrays.items()}
+    moved: dict[str, Any] = {name: None if array is None else move(array) for name, array in arrays.items()}
     return weight if all(moved[n] is arrays[n] for n in names) else replace(weight, **moved)
 
 
