@@ -119,27 +119,22 @@ class QuantWeight:
         ``zero = -zero_point*scale`` is stored as float32, where the product (11 + 5 bits) is exact.
         """
         xp = namespace(q, scale, zero_point, g_idx)
+        weight = cls(q, scale, None, group_size, g_idx)
         if zero_point.dtype.kind not in "iu":
             raise DTypeError(
                 f"zero_point must be an integer array, got {zero_point.dtype}; QuantWeight() takes real zeros"
             )
-        _check_array("scale", scale, SCALE_DTYPES, 2)
         _check_shape("zero_point", zero_point, scale.shape, "the shape of scale")
         with on_device(scale):
+            low, high = 0, MAX_ZERO_POINT
             _check_values(
-                xp,
-                (
-                    "zero_point",
-                    zero_point,
-                    lambda a: (a >= 0) & (a <= MAX_ZERO_POINT),
-                    f"outside 0..{MAX_ZERO_POINT}",
-                ),
+                xp, ("zero_point", zero_point, lambda a: (a >= low) & (a <= high), f"outside {low}..{high}")
             )
             if bool((zero_point == 8).all()):
-                return cls(q, scale, None, group_size, g_idx)
-            with np.errstate(over="ignore", invalid="ignore"):  # the class reports what is not finite
+                return weight
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below
                 zero = -zero_point.astype(np.float32) * scale.astype(np.float32)
-        return cls(q, scale, zero, group_size, g_idx)
+        return replace(weight, zero=zero)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -258,7 +253,7 @@ class MarlinWeight:
                 xp,
                 ("scales", self.scales, xp.isfinite, "NaN or infinite"),
                 ("delta", self.delta, xp.isfinite, "NaN or infinite"),
-                ("delta", self.delta, self._fits, f"too large for the scales' dtype {self.scales.dtype}"),
+                ("delta (packed order)", self.delta, self._fits, f"too large for {self.scales.dtype}"),
                 ("perm (sorted)", in_order, lambda a: a, f"not those of a permutation of 0..{K - 1}"),
             )
             for name in ("B", "scales", "delta", "perm"):
@@ -432,7 +427,7 @@ def _check_values(xp: Any, *checks: tuple[str, Array | None, Callable[[Array], A
 def _all_good(array: Array, good: Callable[[Array], Array]) -> Array:
     """Whether `good` holds for all of `array`, as an array without dimensions."""
     if array.dtype == np.uint8:
-        return good(array.max())  # codes are the one large array: no temporary of their size
+        return good(array.max())  # their only bound is above, and codes are large: no temporary array
     return good(array).all()
 
 
