@@ -1,0 +1,265 @@
+"""From a path to its layers: which reader a checkpoint needs, decided by its config, or refused by name.
+
+The config is looked for beside the weights: ``quantization_config`` in config.json, or the files of older
+tools (quantize_config.json of AutoGPTQ, quant_config.json of AutoAWQ). Where several are there they must
+agree on everything that changes the meaning of bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marlin_jit.errors import CheckpointError
+from marlin_jit.formats import gptq
+from marlin_jit.formats.awq import AWQLayer
+from marlin_jit.formats.gptq import GPTQLayer
+from marlin_jit.formats.layer import SourceLayer
+from marlin_jit.formats.marlin_files import MarlinLayer
+from marlin_jit.formats.model_files import ModelFiles
+from marlin_jit.formats.packed import FORMAT, PackedLayer, is_packed, read_layer_table
+from marlin_jit.formats.safetensors_io import load_json
+
+__all__ = ["Checkpoint", "QuantizationConfig", "open_checkpoint"]
+
+CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")
+ACCEPTED = "gptq (also Marlin files), awq, marlin"
+# Older names, by which AutoAWQ's quant_config.json says the same.
+_SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
+# What decides the meaning of the bits: two configs of one model may not differ in these.
+_DECISIVE = (
+    "quant_method",
+    "bits",
+    "group_size",
+    "sym",
+    "desc_act",
+    "checkpoint_format",
+    "is_marlin_format",
+    "version",
+)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The quantization settings of a checkpoint.
+
+    Attributes
+    ----------
+    values : dict
+        As in the file, older key names replaced by today's.
+    where : str
+        File (and key) that they come from, for messages.
+    """
+
+    values: dict[str, Any]
+    where: str
+
+    @property
+    def method(self) -> str:
+        return str(self.values.get("quant_method", "")).lower()
+
+    def group_size(self) -> int:
+        """Return the group size: -1, or at least 1."""
+        size = self.values.get("group_size")
+        if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or 1 <= size < 1 << 31):
+            raise CheckpointError(f"{self.where}: group_size is {size!r}; expected -1 or a positive integer")
+        return size
+
+    def check_bits(self) -> None:
+        bits = self.values.get("bits")
+        if isinstance(bits, bool) or bits != 4:
+            raise CheckpointError(f"{self.where}: bits is {bits!r}; only 4-bit weights are packed")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint and its quantized layers; nothing but headers and configs is read yet.
+
+    Attributes
+    ----------
+    files : ModelFiles
+    config : QuantizationConfig or None
+    layers : dict of str to SourceLayer
+        By module name, in order of the files.
+    others : tuple of str
+        Names of the tensors that belong to no quantized layer (biases among them).
+    """
+
+    files: ModelFiles
+    config: QuantizationConfig | None
+    layers: dict[str, SourceLayer]
+    others: tuple[str, ...]
+
+    @property
+    def format(self) -> str:
+        """Formats of the layers, or ``"unquantized"``."""
+        return ", ".join(sorted({layer.format for layer in self.layers.values()})) or "unquantized"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint of any format that is read: a folder or one safetensors file.
+
+    Parameters
+    ----------
+    path : str or Path
+        GPTQ, AWQ, Marlin or packed by this package.
+
+    Raises
+    ------
+    CheckpointError
+        Damaged files, contradicting configs, formats that are not read.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path}: GGUF is not read yet; accepted: safetensors files with {ACCEPTED} weights"
+        )
+    files = ModelFiles(path)
+    if is_packed(files):
+        names = read_layer_table(files)
+        return _assemble(
+            files, None, {name: PackedLayer(files, name, entry) for name, entry in names.items()}
+        )
+    config = find_config(files)
+    layers: dict[str, SourceLayer]
+    if config is None:
+        if any(name.endswith(".qweight") for name in files):
+            raise CheckpointError(
+                f"{path}: quantized, but neither {' nor '.join(CONFIG_FILES)} is beside it; without it the "
+                "bits can mean several things"
+            )
+        layers = {name: MarlinLayer(files, name, None) for name in _prefixes(files, ".B", ".s")}
+    else:
+        suffix, make = _reader(config)
+        layers = {name: make(files, name) for name in _prefixes(files, *suffix)}
+    return _assemble(files, config, layers)
+
+
+def _assemble(
+    files: ModelFiles, config: QuantizationConfig | None, layers: dict[str, SourceLayer]
+) -> Checkpoint:
+    taken = {tensor for layer in layers.values() for tensor in layer.tensors}
+    others = tuple(name for name in files if name not in taken)
+    orphans = [name for name in others if name.endswith((".qweight", ".qzeros"))]
+    if orphans:
+        raise CheckpointError(f"{files.path}: tensor {orphans[0]} belongs to no layer that is complete")
+    return Checkpoint(files, config, layers, others)
+
+
+def _prefixes(files: ModelFiles, suffix: str, partner: str = "") -> list[str]:
+    """Return the module names of all tensors with the suffix (that have a partner with the other, if one is
+    given).
+    """
+    names = [name[: -len(suffix)] for name in files if name.endswith(suffix) and name != suffix]
+    return [name for name in names if not partner or name + partner in files]
+
+
+def _reader(config: QuantizationConfig) -> tuple[tuple[str, ...], Callable[[ModelFiles, str], SourceLayer]]:
+    """Return the suffix that marks a layer, and the reader that the config asks for."""
+    values, where = config.values, config.where
+    if config.method == FORMAT:
+        raise CheckpointError(
+            f"{where}: quant_method is {FORMAT}, but the safetensors files were not written by {FORMAT}"
+        )
+    if config.method == "compressed-tensors":
+        raise CheckpointError(
+            f"{where}: compressed-tensors checkpoints are not read yet; accepted: {ACCEPTED}"
+        )
+    if config.method == "gguf":
+        raise CheckpointError(f"{where}: GGUF checkpoints are not read yet; accepted: {ACCEPTED}")
+    if config.method not in ("gptq", "awq", "marlin"):
+        raise CheckpointError(
+            f"{where}: quant_method {values.get('quant_method')!r} is not read; accepted: {ACCEPTED}"
+        )
+    if config.method != "marlin" or "bits" in values:  # the oldest Marlin configs hold the group size alone
+        config.check_bits()
+    size = config.group_size()
+    if config.method == "marlin":
+        return (".B", ".s"), lambda files, name: MarlinLayer(files, name, size)
+    if config.method == "awq":
+        return _awq_reader(config, size)
+    checkpoint_format = _gptq_format(config)
+    if checkpoint_format == "marlin":
+        return (".B", ".s"), lambda files, name: MarlinLayer(files, name, size)
+    settings = gptq.read_config(values, size, checkpoint_format, where)
+    return (".qweight",), lambda files, name: GPTQLayer(files, name, settings)
+
+
+def _awq_reader(
+    config: QuantizationConfig, size: int
+) -> tuple[tuple[str, ...], Callable[[ModelFiles, str], SourceLayer]]:
+    version = str(config.values.get("version") or "gemm").lower()
+    backend = str(config.values.get("backend") or "autoawq").lower()
+    if backend != "autoawq":
+        raise CheckpointError(f"{config.where}: AWQ backend {backend!r} is not read; accepted: 'autoawq'")
+    if version == "marlin":
+        return (".qweight",), lambda files, name: MarlinLayer(files, name, size, ("qweight", "scales"))
+    if version != "gemm":
+        raise CheckpointError(
+            f"{config.where}: AWQ version {version!r} is not read; accepted: 'gemm', 'marlin'"
+        )
+    return (".qweight",), lambda files, name: AWQLayer(files, name, size)
+
+
+def _gptq_format(config: QuantizationConfig) -> str | None:
+    """Return the checkpoint format of a GPTQ config; None where the file names none (version 1)."""
+    named = config.values.get("checkpoint_format")
+    also = config.values.get("format")  # GPTQModel writes both
+    if named is not None and also is not None and named != also:
+        raise CheckpointError(f"{config.where}: checkpoint_format is {named!r}, but format is {also!r}")
+    named = also if named is None else named
+    if config.values.get("is_marlin_format"):
+        if named not in (None, "marlin"):
+            raise CheckpointError(
+                f"{config.where}: is_marlin_format is true, but checkpoint_format is {named!r}"
+            )
+        return "marlin"
+    if named not in (None, "gptq", "gptq_v2", "marlin"):
+        raise CheckpointError(
+            f"{config.where}: checkpoint_format {named!r} is not read; accepted: 'gptq', 'gptq_v2', 'marlin'"
+        )
+    return named
+
+
+def find_config(files: ModelFiles) -> QuantizationConfig | None:
+    """Return the quantization config beside the weights, or None where there is none.
+
+    Raises
+    ------
+    CheckpointError
+        A config that cannot be read, or two that contradict each other.
+    """
+    found: list[QuantizationConfig] = []
+    for name in CONFIG_FILES:
+        path = files.folder / name
+        if not (path.exists() or path.is_symlink()):
+            continue
+        content = load_json(files.confined(name))
+        where = str(path)
+        values: Any = content
+        if name == "config.json":
+            values = content.get("quantization_config")
+            where += ": quantization_config"
+            if values is None:
+                continue
+            if not isinstance(values, dict):
+                raise CheckpointError(f"{where} is not a JSON object")
+        values = {_SYNONYMS.get(key, key): value for key, value in values.items()}
+        if name != "config.json":
+            # Before 2024 these files did not say which method they belong to.
+            values.setdefault("quant_method", "awq" if name == "quant_config.json" else "gptq")
+        found.append(QuantizationConfig(values, where))
+    for other in found[1:]:
+        first = found[0]
+        for key in _DECISIVE:
+            if key in first.values and key in other.values:
+                mine, theirs = first.values[key], other.values[key]
+                if isinstance(mine, str) and isinstance(theirs, str):
+                    mine, theirs = mine.lower(), theirs.lower()
+                if mine != theirs:
+                    raise CheckpointError(
+                        f"{first.where} has {key} {mine!r}, but {other.where} has {theirs!r}"
+                    )
+    return found[0] if found else None

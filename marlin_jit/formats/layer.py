@@ -1,0 +1,169 @@
+"""What every reader of quantized layers shares: the view of one layer, and the checks that all formats need.
+
+A reader turns the tensors of one layer into a `QuantWeight` (or, where the file holds Marlin bytes already, a
+`MarlinWeight`). It does so in two steps: `parameters` reads everything but the codes (a few percent of the
+bytes), so that a whole model can be checked before anything is written; `read` reads the layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marlin_jit._array import BFLOAT16
+from marlin_jit.errors import CheckpointError
+from marlin_jit.formats.model_files import ModelFiles
+from marlin_jit.weight import MarlinWeight, QuantWeight
+
+__all__ = ["CheckpointWarning", "Parameters", "SourceLayer", "check_finite"]
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint that can be read, but says something that deserves a look."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Everything about a quantized layer except its codes.
+
+    Attributes
+    ----------
+    K, N : int
+        Logical shape of the weight (in, out).
+    group_size : int
+        -1 is one group a column.
+    scale : float16 or bfloat16 [G, N]
+        For Marlin files in the order of the file.
+    zero_point : uint8 [G, N] or None
+        Integer zero points; None is 8 everywhere.
+    g_idx : int32 [K] or None
+        Group of each row where rows are not in order of groups.
+    symmetric : bool
+    notes : tuple of str
+        What deserves a look; each names the tensor.
+    """
+
+    K: int
+    N: int
+    group_size: int
+    scale: NDArray[Any]
+    zero_point: NDArray[np.uint8] | None
+    g_idx: NDArray[np.int32] | None
+    symmetric: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceLayer(ABC):
+    """One quantized layer in a checkpoint.
+
+    Attributes
+    ----------
+    files : ModelFiles
+    name : str
+        Module name: what stands before ``.qweight`` or ``.B``.
+    """
+
+    files: ModelFiles
+    name: str
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Short name of the format, e.g. ``"gptq"``."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[str, ...]:
+        """Full names of the tensors that the layer is made of; the first is the one with the codes."""
+
+    @property
+    @abstractmethod
+    def scale_name(self) -> str:
+        """Full name of the tensor with the scales."""
+
+    @abstractmethod
+    def parameters(self) -> Parameters:
+        """Read and check everything but the codes. Scales may still be NaN: see `check_finite`."""
+
+    @abstractmethod
+    def read(self) -> QuantWeight | MarlinWeight:
+        """Read the layer. Notes are issued as `CheckpointWarning`.
+
+        Raises
+        ------
+        CheckpointError
+            Tensors that are missing or contradict each other or the config; NaN or infinite scales.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.info(name).nbytes for name in self.tensors)
+
+    def checked_parameters(self) -> Parameters:
+        """Return `parameters` after checking the scales, issuing its notes as warnings."""
+        found = self.parameters()
+        check_finite(self.where(self.scale_name), found.scale)
+        for note in found.notes:
+            warnings.warn(note, CheckpointWarning, stacklevel=3)
+        return found
+
+    def where(self, tensor: str) -> str:
+        """Return ``file: tensor NAME`` for messages."""
+        return f"{self.files.shards[self.files.shard_of(tensor)].path}: tensor {tensor}"
+
+    def require(self, suffix: str, dtypes: tuple[str, ...]) -> str:
+        """Return the full name of tensor `suffix` of the layer, after checking that it is a matrix of one of
+        the dtypes.
+        """
+        tensor = f"{self.name}.{suffix}"
+        if tensor not in self.files:
+            raise CheckpointError(f"{self.files.path}: layer {self.name} has no {suffix}")
+        info = self.files.info(tensor)
+        if info.dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.where(tensor)} has dtype {info.dtype}; expected {' or '.join(dtypes)}"
+            )
+        if len(info.shape) != 2 or 0 in info.shape:
+            raise CheckpointError(
+                f"{self.where(tensor)} has shape {list(info.shape)}; expected a matrix that is not empty"
+            )
+        return tensor
+
+    def groups(self, K: int, group_size: int) -> int:
+        """Return how many groups a column of K rows has."""
+        if group_size == -1:
+            return 1
+        if K % group_size:
+            raise CheckpointError(
+                f"{self.files.path}: layer {self.name}: group size {group_size} does not divide K = {K}"
+            )
+        return K // group_size
+
+    def expect_shape(self, tensor: str, shape: tuple[int, int], why: str) -> None:
+        """Raise unless the tensor has the shape that the others imply."""
+        found = self.files.info(tensor).shape
+        if found != shape:
+            raise CheckpointError(
+                f"{self.where(tensor)} has shape {list(found)}; expected {list(shape)} ({why})"
+            )
+
+
+def check_finite(where: str, scale: NDArray[Any]) -> None:
+    """Raise, with count and first index, if a scale is NaN or infinite: whatever it touches becomes NaN."""
+    # Both 16-bit types are finite unless all exponent bits are set: integer work, which is fast and warns
+    # about nothing.
+    exponent = np.uint16(0x7F80 if scale.dtype == BFLOAT16 else 0x7C00)
+    bad = (scale.view(np.uint16) & exponent) == exponent
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        value = float(scale[first])
+        raise CheckpointError(
+            f"{where} has {int(bad.sum())} NaN or infinite of {scale.size} scales, the first ({value}) at "
+            f"index {list(first)}"
+        )

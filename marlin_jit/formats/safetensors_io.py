@@ -1,0 +1,372 @@
+"""Safetensors files: read with suspicion, written at known offsets.
+
+A checkpoint is somebody else's file. The `safetensors` library checks that the header is sane, that the byte
+ranges tile the file exactly and that shape, dtype and range agree; this module adds what it lets pass (a name
+given twice, text where data should be, things that are not files) and turns every failure into one
+`CheckpointError` that names the file. The bytes are then read from the checked ranges directly, because that
+works for every dtype, also those that NumPy does not have.
+
+File layout: 8 bytes little-endian header length, JSON header ``{name: {dtype, shape, data_offsets}}``, data.
+Source: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from marlin_jit.errors import CheckpointError
+
+__all__ = ["SafetensorsFile", "SafetensorsWriter", "TensorInfo", "array_info", "load_json", "open_regular"]
+
+# The library refuses longer headers on reading, so we must not write them.
+MAX_HEADER_BYTES = 100_000_000
+# A JSON file of a model (config, index) is at most a few MB; an index of a million tensors is about 100 MB.
+MAX_JSON_BYTES = 200_000_000
+COPY_CHUNK = 8 << 20
+
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_SAFETENSORS_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says about one tensor.
+
+    Attributes
+    ----------
+    dtype : str
+        In the spelling of safetensors: ``"F16"``, ``"I32"``, ...
+    shape : tuple of int
+    nbytes : int
+    start : int
+        Position of the first byte in the file; 0 for a tensor that is yet to be written.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    start: int = 0
+
+
+def array_info(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorInfo:
+    """Describe an array that is to be written."""
+    name = _SAFETENSORS_DTYPES.get(np.dtype(dtype))
+    if name is None:
+        raise CheckpointError(f"dtype {dtype} cannot be stored in a safetensors file")
+    return TensorInfo(
+        name, tuple(int(n) for n in shape), int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+    )
+
+
+def open_regular(path: Path) -> int:
+    """Return the size of `path`, or say why it is no file that can be read.
+
+    Checked before opening: opening a pipe would block for ever.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        broken = " (a symbolic link to nothing)" if path.is_symlink() else ""
+        raise CheckpointError(f"{path}: no such file{broken}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{path}: is a folder where a file is expected")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    return status.st_size
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, refusing names given twice (two readers would disagree on which one counts)."""
+    size = open_regular(path)
+    if size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: {size} bytes is too large for a JSON file of a model")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from None
+    if _is_lfs_pointer(data):
+        raise CheckpointError(
+            f"{path}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+        )
+    try:
+        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+class SafetensorsFile:
+    """A checked safetensors file. Holds the header only; tensors are read when asked for.
+
+    Parameters
+    ----------
+    path : Path
+
+    Attributes
+    ----------
+    metadata : dict of str to str
+        The free ``__metadata__`` of the header.
+    tensors : dict of str to TensorInfo
+
+    Raises
+    ------
+    CheckpointError
+        If the file is missing, is not a file, or is damaged in any way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = open_regular(path)
+        self._refuse_stand_ins()
+        try:
+            # Opening checks the whole header: its length, JSON, dtypes, and that the ranges tile the file.
+            with safe_open(path, framework="np") as checked:
+                self.metadata: dict[str, str] = dict(checked.metadata() or {})
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: damaged safetensors file: {self._wrong_length() or _reason(error)}"
+            ) from None
+        self.tensors = self._read_header()
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return tensor `name` as a fresh array (BF16 and FP8 as ml_dtypes' types)."""
+        info = self.tensors[name]
+        dtype = _NUMPY_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has dtype {info.dtype}, for which NumPy has no type"
+            )
+        out = np.empty(info.shape, dtype)
+        view = out.reshape(-1).view(np.uint8).data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(info.start)
+                done = 0
+                while done < info.nbytes:
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(f"{self.path}: became shorter while being read")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {_reason(error)}") from None
+        return out
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of tensor `name`, a few MB at a time, whatever its dtype."""
+        info = self.tensors[name]
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(info.start)
+                left = info.nbytes
+                while left:
+                    chunk = file.read(min(left, COPY_CHUNK))
+                    if not chunk:
+                        raise CheckpointError(f"{self.path}: became shorter while being read")
+                    left -= len(chunk)
+                    yield chunk
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {_reason(error)}") from None
+
+    def _refuse_stand_ins(self) -> None:
+        """Name the common things that lie where the data should be; the library would only say 'header too
+        large'.
+        """
+        if self.size == 0:
+            raise CheckpointError(f"{self.path}: is empty")
+        try:
+            with self.path.open("rb") as file:
+                start = file.read(64)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {_reason(error)}") from None
+        if _is_lfs_pointer(start):
+            raise CheckpointError(
+                f"{self.path}: is a Git LFS pointer, not the data; fetch it with `git lfs pull`"
+            )
+        if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+            raise CheckpointError(f"{self.path}: is a web page, not a safetensors file; download it again")
+        if start.startswith(b"GGUF"):
+            raise CheckpointError(f"{self.path}: is a GGUF file, which is not read yet")
+
+    def _wrong_length(self) -> str | None:
+        """Say so if the file is too short or too long for its header: an interrupted download is the usual
+        damage.
+        """
+        try:
+            end = max((info.start + info.nbytes for info in self._read_header().values()), default=self.size)
+        except CheckpointError:
+            return None
+        if end > self.size:
+            return f"cut short, it has {self.size} bytes where its header announces {end}; download it again"
+        return f"{self.size - end} bytes follow the last tensor" if end < self.size else None
+
+    def _read_header(self) -> dict[str, TensorInfo]:
+        """Parse the header, reading no more than a header may take."""
+        try:
+            with self.path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(
+                    file.read(min(length, MAX_HEADER_BYTES)), object_pairs_hook=_no_duplicates
+                )
+            tensors = {}
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = entry["data_offsets"]
+                tensors[name] = TensorInfo(
+                    entry["dtype"], tuple(entry["shape"]), end - begin, 8 + length + begin
+                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: damaged safetensors file: {_reason(error)}") from None
+        return tensors
+
+
+class SafetensorsWriter:
+    """Write a safetensors file tensor by tensor, in any order.
+
+    Every size is known beforehand, so the header goes first and each tensor straight to its place: memory
+    holds one tensor, not one file. Tensors lie in the order of the library's own writer (widest type first,
+    then by name), which keeps every tensor aligned to its type.
+
+    Parameters
+    ----------
+    path : Path
+        Must not exist.
+    tensors : mapping of str to TensorInfo
+        What will be written; `start` is ignored.
+    metadata : mapping of str to str
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self.path = path
+        self._tensors = dict(tensors)
+        self._starts: dict[str, int] = {}
+        self._pending = set(tensors)
+        position = 0
+        for name in sorted(tensors, key=lambda name: (-_alignment(tensors[name].dtype), name)):
+            info = tensors[name]
+            header[name] = {
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "data_offsets": [position, position + info.nbytes],
+            }
+            self._starts[name] = position
+            position += info.nbytes
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path}: a header of {len(text)} bytes is over the limit of {MAX_HEADER_BYTES}"
+            )
+        self.size = 8 + len(text) + position
+        self._data = 8 + len(text)
+        self._file = path.open("xb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, data: NDArray[Any] | Iterable[bytes]) -> None:
+        """Write one tensor: an array of the announced dtype and shape, or its bytes in pieces."""
+        info = self._tensors[name]
+        self._pending.remove(name)
+        self._file.seek(self._data + self._starts[name])
+        if isinstance(data, np.ndarray):
+            actual = array_info(data.dtype, data.shape)
+            if (actual.dtype, actual.shape) != (info.dtype, info.shape):
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} was announced as {info.dtype} {info.shape}, not "
+                    f"{actual.dtype} {actual.shape}"
+                )
+            self._file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+            return
+        count = 0
+        for piece in data:
+            self._file.write(piece)
+            count += len(piece)
+        if count != info.nbytes:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} was announced with {info.nbytes} bytes, not {count}"
+            )
+
+    def close(self) -> None:
+        """Flush to the disk; raise if a tensor is missing."""
+        try:
+            if self._pending:
+                raise CheckpointError(
+                    f"{self.path}: tensor {min(self._pending)} was announced and never written"
+                )
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def _alignment(dtype: str) -> int:
+    known = _NUMPY_DTYPES.get(dtype)
+    return known.itemsize if known is not None else 0  # sub-byte types last
+
+
+def _is_lfs_pointer(data: bytes) -> bool:
+    return data.startswith(b"version https://git-lfs")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice!r} is given twice")
+    return out
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error's text, without the file name that an OSError repeats."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].removeprefix("Error while deserializing header: ")
