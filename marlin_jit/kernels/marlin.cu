@@ -16,6 +16,7 @@
 //
 // Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2, 4), K_STAGE (64, 128, 256), STAGES,
 // GROUP (32, 64, 128; 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an SM, bounds the registers).
+#include "layout.cuh"
 #include "numeric.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K;
@@ -148,14 +149,11 @@ __device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Wa
     if (ASYMMETRIC) s.delta = load_shared16(stage + D_AT + at);
 }
 
-// One group a column: the 32-wide permutation, read once a tile straight from global memory.
+// One group a column: read once a tile, straight from global memory.
 __device__ __forceinline__ Vec4 column_pairs(const uint16_t* row, const Problem& p, const Tile& tile, const Warp& w) {
-    uint32_t pair[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const int at = tile.n0 + w.wn * 64 + 32 * (j >> 1) + 8 * (w.g >> 1) + 4 * (j & 1) + (w.g & 1);
-        pair[j] = tile.n0 + w.wn * 64 < p.padded_n ? row[at] | (static_cast<uint32_t>(row[at + 2]) << 16) : 0;
-    }
+    const int n = tile.n0 + w.wn * 64;
+    uint32_t pair[4] = {};
+    if (n < p.padded_n) slab_pairs(pair, row + n, w.g, true);
     return {pair[0], pair[1], pair[2], pair[3]};
 }
 

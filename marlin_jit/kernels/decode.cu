@@ -1,0 +1,259 @@
+// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for few rows (M <= 8 * M_BLOCKS), bound by reading W once.
+//
+// What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
+// group the mma adds exact integers q - 8 times A, then acc += scale * sum (+ delta * group sum of A, which one more
+// mma with an all-ones fragment delivers). Weights are never rounded.
+//
+// Who holds what. A warp takes one chunk of 64 columns and a contiguous run of k in blocks of 128. Each lane's share of
+// a block is eight 16-byte vectors of B, loaded straight into registers; each is reloaded for the next block as soon
+// as it has been used, so nothing but the first block is ever waited for, and there is no barrier in the loop. The
+// block's activations and scales lie in a small buffer of the warp's own in shared memory, two blocks deep.
+//
+// How work is cut. A thread block is CHUNKS columns of warps times K_WARPS shares of k; gridDim.y blocks split k
+// further. Sums over warps go through shared memory, sums over blocks through `partials`, both in ascending k; the
+// block that arrives last adds and leaves the counter at zero.
+//
+// Build constants: BF16, M_BLOCKS (1, 2), CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column),
+// ASYMMETRIC (0, 1), MIN_BLOCKS.
+#include "layout.cuh"
+#include "numeric.cuh"
+
+constexpr int THREADS = 32 * CHUNKS * K_WARPS;
+constexpr int BLOCK_K = 128;
+constexpr int STEPS = BLOCK_K / 16;
+constexpr int ROWS = 8 * M_BLOCKS;
+constexpr int SCALE_ROWS = GROUP == 0 ? 0 : BLOCK_K / (GROUP == 0 ? 1 : GROUP);
+constexpr int GROUP_STEPS = GROUP == 0 ? STEPS : GROUP / 16;
+
+constexpr int A_PITCH = BLOCK_K * 2 + 16;  // bytes; the odd 16 spread the rows of an ldmatrix over the banks
+constexpr int S_AT = ROWS * A_PITCH;  // one 128-byte row of the chunk's 64 scales a group, then the same of deltas
+constexpr int D_AT = S_AT + SCALE_ROWS * 128;
+constexpr int BUFFER = D_AT + (ASYMMETRIC ? SCALE_ROWS * 128 : 0);
+constexpr int SUM_PITCH = 68;  // floats; lanes of a fragment (row 2t, column g) then meet no bank twice
+
+// Keeps the old value where the predicate is false.
+__device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool wanted) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n"
+        " @p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(static_cast<int>(wanted)));
+}
+
+struct Problem {
+    const uint16_t* a;
+    int64_t lda;
+    int m, k;
+};
+
+// This warp's rows of A at k-block `block` -> its buffer. Rows from M on were zeroed once; k from K on arrives as zeros.
+__device__ __forceinline__ void load_activations(uint32_t buffer, const Problem& p, int block, int lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS * 16 / 32; i++) {
+        const int row = (i * 32 + lane) / 16, column = lane % 16, k = block * BLOCK_K + column * 8;
+        if (row < p.m) {
+            const int bytes = max(0, min(16, (p.k - k) * 2));
+            copy_async16(buffer + row * A_PITCH + column * 16, bytes > 0 ? p.a + row * p.lda + k : p.a, bytes);
+        }
+    }
+}
+
+// Each lane moves 16 bytes, eight lanes a row. Rows past the last group meet zero activations: any finite row will do.
+__device__ __forceinline__ void load_scales(uint32_t to, const uint16_t* chunk, int padded_n, int groups, int block,
+                                            int lane) {
+    if (lane < SCALE_ROWS * 8) {
+        const int group = min(block * SCALE_ROWS + lane / 8, groups - 1);
+        copy_async16(to + lane * 16, chunk + static_cast<int64_t>(group) * padded_n + lane % 8 * 8, 16);
+    }
+}
+
+using Sums = float[4][M_BLOCKS][4];  // [slab j][row block][fragment], as in marlin.cu
+
+__device__ __forceinline__ void add_scaled(Sums& acc, const float (&sum)[4][M_BLOCKS][4], const uint32_t (&pair)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++) {
+            acc[j][mb][0] += low * sum[j][mb][0], acc[j][mb][1] += low * sum[j][mb][1];
+            acc[j][mb][2] += high * sum[j][mb][2], acc[j][mb][3] += high * sum[j][mb][3];
+        }
+    }
+}
+__device__ __forceinline__ void add_correction(Sums& acc, const float (&a_sum)[M_BLOCKS][4], const uint32_t (&pair)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++) {
+            acc[j][mb][0] += low * a_sum[mb][0], acc[j][mb][1] += low * a_sum[mb][1];
+            acc[j][mb][2] += high * a_sum[mb][0], acc[j][mb][3] += high * a_sum[mb][1];
+        }
+    }
+}
+// The pairs (n = 16j+g, n + 8) of a row in shared memory.
+__device__ __forceinline__ void row_pairs(uint32_t (&pair)[4], uint32_t row, int g) {
+    const Vec4 v = load_shared16(row + g * 16);
+    pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
+}
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
+                  const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
+                  float* partials, uint32_t* counters) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, chunk_in_block = warp % CHUNKS, k_warp = warp / CHUNKS;
+    const int chunk = blockIdx.x * CHUNKS + chunk_in_block;
+    const int blocks = (padded_k + BLOCK_K - 1) / BLOCK_K;
+    const int workers = gridDim.y * K_WARPS, worker = blockIdx.y * K_WARPS + k_warp;
+    const int share = blocks / workers, extra = blocks % workers;
+    const int first = worker * share + min(worker, extra);
+    const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
+
+    const Problem p = {a, lda, m, k};
+    const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
+    const int64_t row_words = 2 * padded_n;
+    const uint32_t* words = b + chunk * 128 + lane * 4 + first * STEPS * row_words;
+    const int groups = GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP);
+
+    Sums acc = {};
+    float a_sum[M_BLOCKS][4] = {};
+    if (first < last) {
+        Vec4 w[STEPS] = {};
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            load_stream16_if(w[i], words + i * row_words, first * STEPS + i < padded_k / 16);
+        const auto load_block = [&](int block, uint32_t to) {
+            load_activations(to, p, block, lane);
+            if (GROUP != 0) {
+                load_scales(to + S_AT, scales + chunk * 64, padded_n, groups, block, lane);
+                if (ASYMMETRIC) load_scales(to + D_AT, delta + chunk * 64, padded_n, groups, block, lane);
+            }
+            copy_commit();
+        };
+        load_block(first, mine);
+        for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
+            const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
+            uint8_t* to = smem + (2 * warp + i / (ROWS * (A_PITCH / 16))) * BUFFER + at;
+            if (row >= m) *reinterpret_cast<Vec4*>(to) = {0, 0, 0, 0};
+        }
+
+        uint32_t buffer = 0;
+        float sum[4][M_BLOCKS][4] = {};
+        for (int block = first; block < last; block++) {
+            const bool more = block + 1 < last;
+            __syncwarp();  // everybody has left the buffer that is filled next
+            if (more)
+                load_block(block + 1, mine + (buffer ^ 1) * BUFFER);
+            else
+                copy_commit();
+            words += STEPS * row_words;
+            copy_wait<1>();
+            __syncwarp();
+            const uint32_t here = mine + buffer * BUFFER;
+            const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
+#pragma unroll
+            for (int step = 0; step < STEPS; step += 2) {
+                uint32_t f[M_BLOCKS][4];  // {b0, b1} of step, {b0, b1} of step + 1
+#pragma unroll
+                for (int mb = 0; mb < M_BLOCKS; mb++) load_matrix4(f[mb], from + mb * 8 * A_PITCH + step * 32);
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t q[4] = {w[step + e].x, w[step + e].y, w[step + e].z, w[step + e].w};
+                    uint32_t codes[4][4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) Type::centered(codes[j], q[j]);
+                    load_stream16_if(w[step + e], words + (step + e) * row_words,
+                                     more && (block + 1) * STEPS + step + e < padded_k / 16);
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+#pragma unroll
+                        for (int mb = 0; mb < M_BLOCKS; mb++)
+                            Type::mma(sum[j][mb], codes[j], f[mb][2 * e], f[mb][2 * e + 1]);
+                    if (ASYMMETRIC) {
+                        const uint32_t ones[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
+#pragma unroll
+                        for (int mb = 0; mb < M_BLOCKS; mb++) Type::mma(a_sum[mb], ones, f[mb][2 * e], f[mb][2 * e + 1]);
+                    }
+                }
+                if (GROUP != 0 && (step + 2) % GROUP_STEPS == 0) {
+                    uint32_t pair[4];
+                    row_pairs(pair, here + S_AT + step / GROUP_STEPS * 128, g);
+                    add_scaled(acc, sum, pair);
+#pragma unroll
+                    for (int i = 0; i < 16 * M_BLOCKS; i++) (&sum[0][0][0])[i] = 0.f;
+                    if (ASYMMETRIC) {
+                        row_pairs(pair, here + D_AT + step / GROUP_STEPS * 128, g);
+                        add_correction(acc, a_sum, pair);
+#pragma unroll
+                        for (int i = 0; i < 4 * M_BLOCKS; i++) (&a_sum[0][0])[i] = 0.f;
+                    }
+                }
+            }
+            buffer ^= 1;
+        }
+        if (GROUP == 0) {
+            uint32_t pair[4];
+            slab_pairs(pair, scales + chunk * 64, g, true);
+            add_scaled(acc, sum, pair);
+            if (ASYMMETRIC) {
+                slab_pairs(pair, delta + chunk * 64, g, true);
+                add_correction(acc, a_sum, pair);
+            }
+        }
+    }
+
+    // Sum over the block's warps, then over the blocks of one column of the grid, in ascending k.
+    copy_wait<0>();
+    __syncthreads();
+    float* shared = reinterpret_cast<float*>(smem);  // [k_warp][chunk][row][SUM_PITCH]
+    constexpr int CHUNK_FLOATS = ROWS * SUM_PITCH;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                shared[warp * CHUNK_FLOATS + (8 * mb + 2 * t + i % 2) * SUM_PITCH + 16 * j + g + 8 * (i / 2)] = acc[j][mb][i];
+    __syncthreads();
+
+    constexpr int TILE_N = 64 * CHUNKS;
+    const int n0 = blockIdx.x * TILE_N;
+    const int outputs = m * TILE_N;
+    float* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * outputs;
+    const bool split = gridDim.y > 1;
+    for (int i = threadIdx.x; i < outputs; i += THREADS) {
+        const int row = i / TILE_N, column = i % TILE_N;
+        const float* from = shared + column / 64 * CHUNK_FLOATS + row * SUM_PITCH + column % 64;
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < K_WARPS; w++) sum += from[w * CHUNKS * CHUNK_FLOATS];
+        if (split) {
+            slots[blockIdx.y * outputs + i] = sum;
+        } else if (n0 + column < n) {
+            if (bias != nullptr) sum += Type::to_float(bias[n0 + column]);
+            c[row * ldc + n0 + column] = Type::from_float(sum);
+        }
+    }
+    if (!split) return;
+
+    __shared__ uint32_t arrived;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        arrived = atomicAdd(counters + blockIdx.x, 1u);
+        if (arrived == gridDim.y - 1) counters[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    if (arrived != gridDim.y - 1) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < outputs; i += THREADS) {
+        const int row = i / TILE_N, column = i % TILE_N;
+        float sum = 0.f;
+        for (int s = 0; s < gridDim.y; s++) sum += load_l2(slots + s * outputs + i);
+        if (n0 + column < n) {
+            if (bias != nullptr) sum += Type::to_float(bias[n0 + column]);
+            c[row * ldc + n0 + column] = Type::from_float(sum);
+        }
+    }
+}
