@@ -79,9 +79,8 @@ def pack(weight: QuantWeight) -> MarlinWeight:
         groups = layout.group_count(Kp, size)
         scales = layout.permute_scales(_padded(xp, weight.scale, groups, Np))
         delta = None
-        if weight.zero is not None:
-            plain = weight.zero.astype(np.float32) + np.float32(8) * weight.scale.astype(np.float32)
-            delta = layout.permute_scales(_padded(xp, plain, groups, Np))
+        if weight.delta is not None:
+            delta = layout.permute_scales(_padded(xp, weight.delta, groups, Np))
     return MarlinWeight(B, scales, delta, (K, N), size, perm)
 
 

@@ -167,6 +167,14 @@ class QuantWeight:
         """Whether ``zero`` is ``-8*scale`` and not stored."""
         return self.zero is None
 
+    @cached_property
+    def delta(self) -> Array | None:
+        """``zero + 8*scale`` in float32 [G, N], so that ``W = (q - 8)*scale + delta``; None if symmetric."""
+        if self.zero is None:
+            return None
+        with on_device(self.scale):
+            return self.zero.astype(np.float32) + np.float32(8) * self.scale.astype(np.float32)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
