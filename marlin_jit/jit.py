@@ -309,6 +309,25 @@ def nvrtc_version() -> tuple[int, int]:
     return version
 
 
+def supported_archs() -> tuple[int, ...]:
+    """The architectures that NVRTC compiles for and the kernels run on, e.g. ``(80, 86, 87, 89, 90)``.
+
+    Raises
+    ------
+    CompileError, DeviceError
+        As for `nvrtc_version`.
+    """
+    nvrtc, _ = _nvrtc()
+    oldest = 10 * _OLDEST_CAPABILITY[0] + _OLDEST_CAPABILITY[1]
+    return tuple(sorted(number for number in nvrtc.getSupportedArchs() if number >= oldest))
+
+
+def cache_directory() -> Path | None:
+    """Where compiled kernels are written; None if no directory can be, and they stay in memory."""
+    directories = _disk_cache.directories()
+    return directories[-1] if directories and os.access(directories[-1], os.W_OK | os.X_OK) else None
+
+
 # --- compiling -------------------------------------------------------------------------------------------
 
 _nvrtc_lock = threading.Lock()
@@ -495,8 +514,7 @@ def _load_on_device(
             f"{name} is needed for the first time while the stream is being captured into a CUDA graph, "
             "where no kernel can be loaded: make the same call once before the capture"
         )
-    nvrtc, _ = _nvrtc()
-    arch = arch_for(device_info(device_id).capability, nvrtc.getSupportedArchs())
+    arch = arch_for(device_info(device_id).capability, supported_archs())
     compiled = _compile(source, arch, defines, name, verbose=False, root=root)
     try:
         function = _get_function(cupy, compiled)
