@@ -32,7 +32,7 @@ from marlin_jit.formats.packed import (
     layer_tensors,
 )
 from marlin_jit.formats.publish import check_destination, published
-from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, load_json, open_regular
+from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, load_json
 from marlin_jit.layout import GROUP_SIZES
 from marlin_jit.pack import pack
 from marlin_jit.weight import MarlinWeight, QuantWeight
@@ -288,7 +288,10 @@ def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
     """Raise if source and destination are in each other's way, or what is at the destination may not be
     replaced.
     """
-    source, target = files.path.resolve(), destination.resolve()
+    try:
+        source, target = files.path.resolve(), destination.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        raise CheckpointError(f"{destination}: a symbolic link that leads nowhere") from None
     if source == target:
         raise CheckpointError(f"{destination}: is the source itself")
     if files.is_folder and target.is_relative_to(source):
@@ -353,40 +356,37 @@ def _counted(chunks: Iterator[bytes], advance: Progress) -> Iterator[bytes]:
 
 def _other_files(files: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return relative names of the files that go along with the weights, and of those that do not."""
+    made_anew = {*files.shards, "config.json", files.index_name}
     copied: list[str] = []
     skipped: list[str] = []
-    made_anew = {*files.shards, "config.json", files.index_name}
-
-    def visit(folder: Path, prefix: str) -> None:
-        for entry in sorted(folder.iterdir()):
-            name = prefix + entry.name
-            if not prefix and entry.name in made_anew:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                if entry.name.startswith("."):
-                    skipped.append(name + "/")
-                else:
-                    visit(entry, name + "/")
-            elif (
-                entry.name.startswith(".")
-                or entry.suffix.lower() in _OTHER_WEIGHTS
-                or entry.name.endswith(INDEX_SUFFIX)
-                or (not prefix and entry.name in CONFIG_FILES)
-                or not entry.is_file()
-                or (prefix and entry.is_symlink())
-            ):
-                skipped.append(name)
-            else:
-                if not prefix:
-                    files.confined(entry.name)
-                open_regular(entry)
-                copied.append(name)
-
+    folders = [""]  # relative names, each with a slash at its end
     try:
-        visit(files.folder, "")
+        while folders:
+            prefix = folders.pop()
+            for entry in sorted((files.folder / prefix).iterdir()):
+                name = prefix + entry.name
+                if name in made_anew:
+                    continue
+                if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+                    folders.append(name + "/")
+                elif _is_companion(entry, top=not prefix):
+                    if not prefix:
+                        files.confined(entry.name)
+                    copied.append(name)
+                else:
+                    skipped.append(name)
     except OSError as error:
         raise CheckpointError(f"{files.folder}: cannot be listed: {error.strerror}") from None
-    return tuple(copied), tuple(skipped)
+    return tuple(sorted(copied)), tuple(sorted(skipped))
+
+
+def _is_companion(entry: Path, *, top: bool) -> bool:
+    """Whether a file of a model folder (at its top, or below) goes along with packed weights."""
+    if not entry.is_file() or entry.name.startswith("."):
+        return False
+    if entry.suffix.lower() in _OTHER_WEIGHTS or entry.name.endswith(INDEX_SUFFIX):
+        return False
+    return entry.name not in CONFIG_FILES if top else not entry.is_symlink()
 
 
 def _write_companions(plan: PackPlan, folder: Path) -> None:

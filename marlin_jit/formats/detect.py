@@ -210,7 +210,7 @@ def _gptq_format(config: QuantizationConfig) -> str | None:
     if named is not None and also is not None and named != also:
         raise CheckpointError(f"{config.where}: checkpoint_format is {named!r}, but format is {also!r}")
     named = also if named is None else named
-    if config.values.get("is_marlin_format"):
+    if gptq.true_or_false(config.values, "is_marlin_format", config.where):
         if named not in (None, "marlin"):
             raise CheckpointError(
                 f"{config.where}: is_marlin_format is true, but checkpoint_format is {named!r}"

@@ -209,7 +209,8 @@ def decode_zero_points(
     return zero_point.astype(np.uint8).reshape(shape), doubtful
 
 
-def _true_or_false(config: dict[str, Any], key: str, where: str) -> bool:
+def true_or_false(config: dict[str, Any], key: str, where: str) -> bool:
+    """Return a switch of the config; absent or null is false."""
     value = config.get(key, False)
     if value is None:
         return False
@@ -230,8 +231,8 @@ def read_config(
         raise CheckpointError(f"{where}: pack_dtype {pack_dtype!r} is not read; accepted: 'int32'")
     return GPTQConfig(
         group_size=group_size,
-        sym=_true_or_false(config, "sym", where),
-        desc_act=_true_or_false(config, "desc_act", where),
+        sym=true_or_false(config, "sym", where),
+        desc_act=true_or_false(config, "desc_act", where),
         version=2 if checkpoint_format == "gptq_v2" else 1,
         smeared_zeros=checkpoint_format is None,
     )

@@ -51,6 +51,8 @@ class ModelFiles:
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.exists() and not path.is_symlink():
+            raise CheckpointError(f"{path}: no such file or folder")
         self.path = path
         self.is_folder = path.is_dir()
         self.index_name: str | None = None

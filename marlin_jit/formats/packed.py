@@ -227,15 +227,17 @@ class PackedModel(Mapping[str, MarlinWeight]):
                 f"{path}: was not written by {FORMAT}; convert it with `marlin-jit pack {path} DST`"
             )
         self.entries = read_layer_table(self.files)
-        layers = {name: PackedLayer(self.files, name, entry) for name, entry in self.entries.items()}
-        self._layers = layers
-        packed = {tensor for layer in layers.values() for tensor in layer.tensors}
+        self._layers = {name: PackedLayer(self.files, name, entry) for name, entry in self.entries.items()}
+        packed = {tensor for layer in self._layers.values() for tensor in layer.tensors}
         self.tensors: Mapping[str, NDArray[Any]] = _OtherTensors(
             self.files, [n for n in self.files if n not in packed]
         )
 
     def __getitem__(self, name: str) -> MarlinWeight:
         return self._layers[name].read()
+
+    def __contains__(self, name: object) -> bool:  # that of Mapping would read the weight
+        return name in self._layers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -258,6 +260,9 @@ class _OtherTensors(Mapping[str, NDArray[Any]]):
         if name not in self._names:
             raise KeyError(name)
         return self._files.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -1,0 +1,127 @@
+"""``marlin-jit inspect SRC``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from marlin_jit.cli.show import print_json, print_line, print_table, size
+from marlin_jit.formats import Checkpoint, SourceLayer, open_checkpoint
+
+__all__ = ["inspect"]
+
+
+@click.command()
+@click.argument("src", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(src: Path, as_json: bool) -> None:
+    """Show the quantized layers of SRC: shapes, groups, format, bytes, and the health of their scales.
+
+    SRC is a model folder or a safetensors file, of any format that `pack` reads or packed already. Reads
+    scales and zero points, not the codes.
+    """
+    checkpoint = open_checkpoint(src)
+    layers = [_describe(layer) for layer in checkpoint.layers.values()]
+    if as_json:
+        print_json(_as_json(src, checkpoint, layers))
+    else:
+        _print(src, checkpoint, layers)
+
+
+def _describe(layer: SourceLayer) -> dict[str, Any]:
+    found = layer.parameters()
+    return {
+        "name": layer.name,
+        "format": layer.format,
+        "K": found.K,
+        "N": found.N,
+        "group_size": -1 if found.group_size == found.K else found.group_size,
+        "symmetric": found.symmetric,
+        "activation_order": found.g_idx is not None,
+        "dtype": found.scale.dtype.name,
+        "bytes": layer.nbytes,
+        "scales": _health(found.scale),
+        "notes": list(found.notes),
+    }
+
+
+def _health(scale: NDArray[Any]) -> dict[str, Any]:
+    values = scale.astype(np.float32)
+    finite = values[np.isfinite(values)]
+    return {
+        "min": float(finite.min()) if finite.size else None,
+        "max": float(finite.max()) if finite.size else None,
+        "nan": int(np.isnan(values).sum()),
+        "inf": int(np.isinf(values).sum()),
+        "zero": int((values == 0).sum()),
+        "negative": int((values < 0).sum()),
+    }
+
+
+def _print(src: Path, checkpoint: Checkpoint, layers: list[dict[str, Any]]) -> None:
+    if layers:
+        columns = {
+            "layer": "left",
+            "format": "left",
+            "K x N": "right",
+            "group": "right",
+            "zero points": "left",
+        }
+        columns |= {"scales": "left", "bytes": "right", "scale min": "right", "max": "right"}
+        columns |= {"zero": "right", "< 0": "right", "NaN/Inf": "right"}
+        print_table(columns, [_row(layer) for layer in layers])
+    for layer in layers:
+        for note in layer["notes"]:
+            print_line(f"note: {note}")
+    weights = sum(layer["K"] * layer["N"] for layer in layers)
+    print_line(
+        f"{src}: {checkpoint.format}, {len(layers)} layers ({weights / 1e6:.4g} M weights, "
+        f"{size(sum(layer['bytes'] for layer in layers))}), {len(checkpoint.others)} other tensors "
+        f"({size(_other_bytes(checkpoint))}), {len(checkpoint.files.shards)} files"
+    )
+
+
+def _row(layer: dict[str, Any]) -> list[str]:
+    health = layer["scales"]
+    kind = "symmetric" if layer["symmetric"] else "asymmetric"
+    if layer["activation_order"]:
+        kind += ", activation order"
+    return [
+        layer["name"],
+        layer["format"],
+        f"{layer['K']} x {layer['N']}",
+        "column" if layer["group_size"] == -1 else str(layer["group_size"]),
+        kind,
+        layer["dtype"],
+        size(layer["bytes"]),
+        *("-" if health[key] is None else f"{health[key]:.3g}" for key in ("min", "max")),
+        str(health["zero"]),
+        str(health["negative"]),
+        str(health["nan"] + health["inf"]),
+    ]
+
+
+def _other_bytes(checkpoint: Checkpoint) -> int:
+    return sum(checkpoint.files.info(name).nbytes for name in checkpoint.others)
+
+
+def _as_json(src: Path, checkpoint: Checkpoint, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "source": str(src),
+        "format": checkpoint.format,
+        "files": list(checkpoint.files.shards),
+        "layers": layers,
+        "other_tensors": [
+            {
+                "name": name,
+                "dtype": checkpoint.files.info(name).dtype,
+                "shape": list(checkpoint.files.info(name).shape),
+            }
+            for name in checkpoint.others
+        ],
+        "bytes": checkpoint.files.nbytes,
+    }

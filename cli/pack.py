@@ -1,0 +1,103 @@
+"""``marlin-jit pack SRC DST``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from marlin_jit.cli.show import bytes_bar, print_json, print_line, print_table, size
+from marlin_jit.formats import LayerPlan, PackPlan, plan_pack, run_pack
+
+__all__ = ["pack"]
+
+
+@click.command()
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option(
+    "--force", is_flag=True, help="Replace DST if it exists (a folder only if it holds a packed model)."
+)
+@click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
+def pack(src: Path, dst: Path, force: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    """Pack the 4-bit checkpoint SRC into DST: a model folder into a folder, a safetensors file into a file.
+
+    Reads GPTQ (v1, v2), AWQ (gemm) and Marlin checkpoints. Everything else in SRC goes along unchanged. DST
+    appears when it is complete; SRC is only read.
+    """
+    start = time.perf_counter()
+    plan = plan_pack(src, dst, force=force)
+    if not dry_run:
+        with bytes_bar("packing", plan.bytes_before, wanted=not quiet) as advance:
+            run_pack(plan, advance)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(_as_json(src, plan, dry_run, seconds))
+    elif not quiet:
+        _print_summary(src, plan, dry_run, seconds)
+
+
+def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> None:
+    groups: dict[tuple[str, str, str, str], list[LayerPlan]] = {}
+    for layer in plan.layers.values():
+        kind = "symmetric" if layer.symmetric else "asymmetric"
+        if layer.permuted:
+            kind += ", activation order"
+        shape = f"{layer.entry.K} x {layer.entry.N}"
+        groups.setdefault((layer.source.format, shape, _group_text(layer), kind), []).append(layer)
+    columns = {"format": "left", "K x N": "right", "group": "right", "zero points": "left"}
+    columns |= {"layers": "right", "before": "right", "after": "right"}
+    rows = []
+    for key, layers in groups.items():
+        before, after = sum(x.bytes_before for x in layers), sum(x.bytes_after for x in layers)
+        rows.append([*key, str(len(layers)), size(before), size(after)])
+    print_table(columns, rows)
+    others = plan.checkpoint.others
+    carried = sum(plan.checkpoint.files.info(name).nbytes for name in others)
+    print_line(f"unchanged: {len(others)} other tensors ({size(carried)}), {len(plan.copied)} other files")
+    if plan.skipped:
+        print_line(f"left out: {', '.join(plan.skipped)}")
+    done = "would be packed" if dry_run else f"packed in {seconds:.2f} s"
+    print_line(f"{src} -> {plan.destination}: {size(plan.bytes_before)} -> {size(plan.bytes_after)}, {done}")
+
+
+def _group_text(layer: LayerPlan) -> str:
+    packed = layer.entry.group_size
+    if layer.source_group_size in (packed, layer.entry.K):
+        return "column" if packed == -1 else str(packed)
+    return f"{layer.source_group_size} as {packed}"
+
+
+def _as_json(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> dict[str, Any]:
+    return {
+        "source": str(src),
+        "destination": str(plan.destination),
+        "written": not dry_run,
+        "layers": [
+            {
+                "name": name,
+                "format": layer.source.format,
+                "K": layer.entry.K,
+                "N": layer.entry.N,
+                "source_group_size": layer.source_group_size,
+                "group_size": layer.entry.group_size,
+                "dtype": layer.entry.dtype,
+                "symmetric": layer.symmetric,
+                "activation_order": layer.permuted,
+                "bytes_before": layer.bytes_before,
+                "bytes_after": layer.bytes_after,
+            }
+            for name, layer in plan.layers.items()
+        ],
+        "other_tensors": len(plan.checkpoint.others),
+        "copied_files": list(plan.copied),
+        "left_out_files": list(plan.skipped),
+        "notes": list(plan.notes),
+        "bytes_before": plan.bytes_before,
+        "bytes_after": plan.bytes_after,
+        "seconds": round(seconds, 3),
+    }

@@ -1,0 +1,47 @@
+"""``marlin-jit verify SRC DST``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from marlin_jit.cli.show import bytes_bar, print_json, print_line
+from marlin_jit.formats import compare, open_checkpoint
+
+__all__ = ["verify"]
+
+SHOWN = 20  # differences in plain text; --json has all of them
+
+
+@click.command()
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def verify(ctx: click.Context, src: Path, dst: Path, as_json: bool) -> None:
+    """Dequantize SRC and DST layer by layer and compare every weight; compare all other tensors byte by byte.
+
+    Exit code 0: they mean the same. 1: they do not; the differences are printed. 2: one of them cannot be
+    read.
+    """
+    start = time.perf_counter()
+    with bytes_bar("verifying", open_checkpoint(src).files.nbytes, wanted=not as_json) as advance:
+        result = compare(src, dst, advance)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json({"equal": not result.differences, **asdict(result), "seconds": round(seconds, 3)})
+    else:
+        for difference in result.differences[:SHOWN]:
+            print_line(f"{difference.name}: {difference.what}")
+        if result.differences:
+            print_line(f"different: {len(result.differences)} layers or tensors of {src} and {dst}")
+        else:
+            print_line(
+                f"equal: {result.layers} layers ({result.weights} weights) and {result.tensors} other "
+                "tensors, "
+                f"compared in {seconds:.2f} s"
+            )
+    ctx.exit(1 if result.differences else 0)
