@@ -23,7 +23,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 
-_HOST_CHUNK = 1 << 19  # weights: half a megabyte of codes stays in a core's second-level cache
+_HOST_SCRATCH = 1 << 20  # bytes: what stays in the second-level cache of a core
 
 
 def is_device_array(x: object) -> bool:
@@ -81,18 +81,25 @@ def to_device(array: Array) -> Array:
     return import_cupy().asarray(array)
 
 
-def column_chunks(rows: int, columns: int, device: bool, parts: int = 4) -> Iterator[tuple[int, int]]:
+def column_chunks(rows: int, columns: int, device: bool, scratch: int) -> Iterator[tuple[int, int]]:
     """Split the columns of a [rows, columns] weight into ranges, to bound the memory of temporary arrays.
 
-    On the host a chunk fits the cache of one core. On a device a chunk is the `parts`-th part of the weight:
-    few launches, and temporary arrays of `parts` bytes a weight are never larger than the uint8 codes.
+    On the host the temporary arrays of a range fit the cache of a core. On a device they are as large as the
+    uint8 codes of the whole weight, for few launches. No range is narrower than 64 columns.
+
+    Parameters
+    ----------
+    rows, columns : int
+    device : bool
+    scratch : int
+        Bytes of temporary arrays for one weight.
 
     Yields
     ------
     start, stop : int
         Column range; `start` is a multiple of 64.
     """
-    weights = rows * columns // parts if device else _HOST_CHUNK
-    width = max(64, weights // max(rows, 1) // 64 * 64)
+    scratch_bytes = rows * columns if device else _HOST_SCRATCH
+    width = max(64, scratch_bytes // (scratch * rows) // 64 * 64)
     for start in range(0, columns, width):
         yield start, min(start + width, columns)

@@ -70,7 +70,7 @@ def pack(weight: QuantWeight) -> MarlinWeight:
         perm = _sorting_permutation(weight)
         B = xp.empty((Kp // layout.TILE_K, 2 * Np), dtype=np.int32)
         words = layout.word_bytes(B)
-        for start, stop in column_chunks(Kp, Np, is_device_array(B)):
+        for start, stop in column_chunks(Kp, Np, is_device_array(B), scratch=2):
             codes = weight.q[:, start : min(stop, N)]
             if perm is not None:
                 codes = codes[perm]
@@ -100,7 +100,7 @@ def unpack(weight: MarlinWeight) -> QuantWeight:
     with on_device(weight.B):
         q = xp.empty((K, N), dtype=np.uint8)
         rows = _source_rows(weight)
-        for start, stop in column_chunks(*weight.padded_shape, is_device_array(q)):
+        for start, stop in column_chunks(*weight.padded_shape, is_device_array(q), scratch=4):
             codes = _split_pairs(weight, start, stop)[rows]
             q[:, start:stop] = codes[:, : min(stop, N) - start]
         scale = xp.ascontiguousarray(layout.permute_scales(weight.scales)[:groups, :N])
@@ -143,7 +143,7 @@ def dequantize(weight: QuantWeight | MarlinWeight, dtype: Any = None) -> Array:
     xp = namespace(array)
     with on_device(array), np.errstate(over="ignore"):  # beyond the range of dtype: infinite, as IEEE says
         out = xp.empty(weight.shape, dtype=dtype)
-        for start, stop in column_chunks(rows, weight.N, is_device_array(array), parts=16):
+        for start, stop in column_chunks(rows, weight.N, is_device_array(array), scratch=16):
             out[:, start:stop] = columns(start, stop)
     return out
 

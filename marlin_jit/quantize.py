@@ -78,7 +78,7 @@ def quantize(
         q = xp.empty((K, N), dtype=np.uint8)
         scale = xp.empty((K // rows, N), dtype=dtype)
         zero = None if symmetric else xp.empty((K // rows, N), dtype=dtype)
-        for start, stop in column_chunks(K, N, is_device_array(w), parts=16):
+        for start, stop in column_chunks(K, N, is_device_array(w), scratch=16):
             columns = slice(start, stop)
             values = w[:, columns].astype(np.float32).reshape(K // rows, rows, stop - start)
             low, high = values.min(axis=1), values.max(axis=1)
