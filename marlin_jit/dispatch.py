@@ -1,0 +1,565 @@
+"""`matmul`, and the table that decides how it is done.
+
+The table is `TABLE` at the end of this file: paths in order, each with its gates. The first path whose gates all
+hold is taken; `explain` shows every gate's answer. A path whose kernel is refused (by the compiler or by the
+driver, before anything ran) is left for the next one, once and with a warning. Nothing else ever changes the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from marlin_jit import launch
+from marlin_jit._array import FLOAT32, Array, is_device_array
+from marlin_jit._cupy import import_cupy
+from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
+from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError, ShapeError, ValueRangeError
+from marlin_jit.launch import Matrix
+from marlin_jit.pack import dequantize
+from marlin_jit.plan import Plan, choose
+from marlin_jit.weight import SCALE_DTYPES, MarlinWeight, QuantWeight
+
+logger = logging.getLogger(__name__)
+
+Weight = MarlinWeight | QuantWeight
+
+SWITCH = "MARLIN_JIT_USE_MARLIN"
+"""Environment variable: 0 turns the Marlin paths off, 1 (the default) on."""
+
+
+# ---- switches --------------------------------------------------------------------------------------------
+
+_enabled: bool | None = None  # None: as the environment says
+_enabled_here: ContextVar[bool | None] = ContextVar("marlin_jit_dispatch", default=None)
+
+
+def set_dispatch(enabled: bool) -> None:
+    """Turn the Marlin paths on or off for the whole process, over what `MARLIN_JIT_USE_MARLIN` says."""
+    global _enabled
+    _enabled = bool(enabled)
+
+
+@contextlib.contextmanager
+def dispatch(enabled: bool) -> Iterator[None]:
+    """Turn the Marlin paths on or off within a ``with`` block, in this thread (or task) alone."""
+    token = _enabled_here.set(bool(enabled))
+    try:
+        yield
+    finally:
+        _enabled_here.reset(token)
+
+
+def dispatch_enabled() -> bool:
+    """Whether the Marlin paths may be taken here.
+
+    Raises
+    ------
+    ValueRangeError
+        The environment variable is neither 0 nor 1.
+    """
+    here = _enabled_here.get()
+    if here is not None:
+        return here
+    if _enabled is not None:
+        return _enabled
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ValueRangeError(f"{SWITCH} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+# ---- what was done ---------------------------------------------------------------------------------------
+
+_taken: Counter[str] = Counter()
+_refused: dict[tuple[Any, ...], str] = {}
+_lock = threading.Lock()
+
+
+def stats() -> dict[str, int]:
+    """How often each path has been taken in this process since the last `reset_stats`."""
+    with _lock:
+        return dict(_taken)
+
+
+def reset_stats() -> None:
+    """Start counting anew. What was refused stays refused."""
+    with _lock:
+        _taken.clear()
+
+
+def _record(path: str, call: Call) -> None:
+    with _lock:
+        first = path not in _logged
+        _logged.add(path)
+        _taken[path] += 1
+    if first:
+        w = call.weight
+        logger.info("first dispatch: %s, M=%d N=%d K=%d group=%d", path, call.rows, w.N, w.K, w.group_size)
+
+
+_logged: set[str] = set()
+
+
+# ---- a call ----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Call:
+    """One product, its arguments checked: what gates ask about and paths work on."""
+
+    x: Array  # [..., K]
+    weight: Weight
+    bias: Array | None
+    out: Array | None  # None: to be allocated by the path's caller
+    rows: int
+    device: DeviceInfo | None  # None: NumPy
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The fused kernel's plan."""
+        return self._plan(asymmetric=not self.weight.symmetric)
+
+    @cached_property
+    def symmetric_plan(self) -> Plan:
+        """The symmetric kernel's plan, which the correction pair completes."""
+        return self._plan(asymmetric=False)
+
+    def _plan(self, *, asymmetric: bool) -> Plan:
+        assert isinstance(self.weight, MarlinWeight) and self.device is not None
+        problem = launch.problem_of(self.rows, self.weight, asymmetric=asymmetric)
+        return choose(problem, launch.limits_of(self.device))
+
+    @cached_property
+    def x_aligned(self) -> Matrix:
+        """Activations in packed row order, rows on 16-byte boundaries; copied to scratch memory only if not."""
+        columns = self.weight.K
+        rows = _as_rows(self.x, columns)
+        if rows is not None and _perm(self.weight) is None:
+            aligned = rows.pointer % 16 == 0 and (rows.stride % 8 == 0 or self.rows == 1)
+            if aligned:
+                return rows
+        if rows is None or _perm(self.weight) is None:
+            rows = _copied("activations", self.x, columns)
+        if _perm(self.weight) is not None:
+            gathered = _scratch_matrix("gathered activations", self.rows, columns)[0]
+            launch.gather(rows, _perm(self.weight), gathered)
+            return gathered
+        return rows
+
+    @cached_property
+    def x_rows(self) -> Matrix:
+        """Activations in packed row order, each row contiguous."""
+        if _perm(self.weight) is not None:
+            return self.x_aligned
+        return _as_rows(self.x, self.weight.K) or _copied("activations", self.x, self.weight.K)
+
+
+def _perm(weight: Weight) -> Array | None:
+    return weight.perm if isinstance(weight, MarlinWeight) else None
+
+
+def _as_rows(array: Array, columns: int) -> Matrix | None:
+    """The array as a matrix of contiguous rows at one stride, without a copy; None if its strides forbid it."""
+    size = array.dtype.itemsize
+    shape, strides = array.shape, array.strides
+    if columns > 1 and strides[-1] != size:
+        return None
+    rows, stride = 1, 0
+    for extent, step in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        if extent == 1:
+            continue
+        if rows == 1:
+            stride = step
+        elif step != rows * stride:
+            return None
+        rows *= extent
+    if stride % size:
+        return None
+    return Matrix(array.data.ptr, stride // size, math.prod(shape[:-1]), columns)
+
+
+def _scratch_matrix(purpose: str, rows: int, columns: int) -> tuple[Matrix, Array]:
+    """Scratch memory for a matrix whose rows start on 16-byte boundaries, and its bytes."""
+    stride = -(-columns // 8) * 8
+    memory = scratch.get(purpose, 2 * rows * stride)
+    return Matrix(memory.data.ptr, stride, rows, columns), memory
+
+
+def _copied(purpose: str, array: Array, columns: int) -> Matrix:
+    rows = math.prod(array.shape[:-1])
+    matrix, memory = _scratch_matrix(purpose, rows, columns)
+    cupy = import_cupy()
+    view = cupy.ndarray((*array.shape[:-1], matrix.stride), dtype=array.dtype, memptr=memory.data)
+    view[..., :columns] = array  # one elementwise copy, whatever the strides
+    return matrix
+
+
+# ---- paths -----------------------------------------------------------------------------------------------
+
+Gates = Iterator[tuple[str, bool]]
+
+
+def _reference_gates(call: Call) -> Gates:
+    yield "x is a NumPy array", call.device is None
+
+
+def _reference(call: Call, out: Array) -> None:
+    """Dequantize, multiply and add in float32, round once."""
+    x = call.x.astype(np.float32).reshape(call.rows, call.weight.K)
+    y = x @ dequantize(call.weight, FLOAT32)
+    if call.bias is not None:
+        y += call.bias.astype(np.float32)
+    with np.errstate(over="ignore"):
+        out[...] = y.reshape(out.shape).astype(out.dtype)
+
+
+def _fp16_cache_gates(call: Call) -> Gates:
+    yield "x is a GPU array", call.device is not None
+    yield "the weight carries an FP16 cache", getattr(call.weight, "fp16_cache", None) is not None
+    yield "cuBLAS is installed", _cublas_there()
+
+
+def _fp16_cache(call: Call, out: Array) -> None:
+    from marlin_jit._cublas import matmul_dense
+
+    assert isinstance(call.weight, MarlinWeight) and call.weight.fp16_cache is not None
+    x = _as_rows(call.x, call.weight.K) or _copied("activations", call.x, call.weight.K)
+    matmul_dense(x, call.weight.fp16_cache, _matrix(out))
+    if call.bias is not None:
+        out += call.bias
+
+
+def _cublas_there() -> bool:
+    from marlin_jit._cublas import available
+
+    return available()
+
+
+def _common_gates(call: Call) -> Gates:
+    yield "x is a GPU array", call.device is not None
+    yield "dispatch is enabled", dispatch_enabled()
+    yield "the weight is packed", isinstance(call.weight, MarlinWeight)
+    yield (
+        "the device has compute capability 8.0 or more",
+        call.device is not None and call.device.capability >= (8, 0),
+    )
+
+
+def _marlin_gates(call: Call) -> Gates:
+    yield from _common_gates(call)
+    yield "its kernel was not refused before", _not_refused("marlin", call)
+
+
+def _marlin(call: Call, out: Array) -> None:
+    w = call.weight
+    assert isinstance(w, MarlinWeight)
+    launch.marlin(call.plan, call.x_aligned, w, w.delta16, call.bias, _matrix(out))
+
+
+def _marlin_pair_gates(call: Call) -> Gates:
+    yield from _common_gates(call)
+    yield "the weight is asymmetric", not call.weight.symmetric
+    yield "its kernels were not refused before", _not_refused("marlin_pair", call)
+
+
+def _marlin_pair(call: Call, out: Array) -> None:
+    w = call.weight
+    assert isinstance(w, MarlinWeight)
+    sums = launch.group_sums(call.x_aligned, w)
+    launch.marlin(call.symmetric_plan, call.x_aligned, w, None, call.bias, _matrix(out))
+    launch.correct(sums, w, _matrix(out))
+
+
+def _native_gates(call: Call) -> Gates:
+    yield "x is a GPU array", call.device is not None
+
+
+def _native(call: Call, out: Array) -> None:
+    launch.native(call.x_rows, call.weight, call.bias, _matrix(out))
+
+
+def _matrix(out: Array) -> Matrix:
+    rows = _as_rows(out, out.shape[-1])
+    assert rows is not None, "matmul gives paths an output of contiguous rows"
+    return rows
+
+
+def _refusal_key(path: str, call: Call) -> tuple[Any, ...]:
+    plan = call.plan if path == "marlin" else call.symmetric_plan
+    return (call.device and call.device.id, path, plan.build)
+
+
+def _not_refused(path: str, call: Call) -> bool:
+    if not _refused or not isinstance(call.weight, MarlinWeight) or call.device is None:
+        return True
+    return _refusal_key(path, call) not in _refused
+
+
+@dataclass(frozen=True)
+class Path:
+    """A row of the table."""
+
+    name: str
+    gates: Callable[[Call], Gates]
+    run: Callable[[Call, Array], None]
+
+
+TABLE = (
+    Path("reference", _reference_gates, _reference),
+    Path("fp16_cache", _fp16_cache_gates, _fp16_cache),
+    Path("marlin", _marlin_gates, _marlin),
+    Path("marlin_pair", _marlin_pair_gates, _marlin_pair),
+    Path("native", _native_gates, _native),
+)
+
+
+# ---- the public functions --------------------------------------------------------------------------------
+
+
+def matmul(
+    x: Any, w: Weight, bias: Any = None, out: Array | None = None, *, path: str | None = None
+) -> Array:
+    """``x @ W (+ bias)`` with a 4-bit weight.
+
+    Parameters
+    ----------
+    x : array [..., K]
+        float16 or bfloat16, of the weight's dtype. A NumPy array takes the reference path; a CuPy array, or anything
+        on a GPU with DLPack or ``__cuda_array_interface__``, the first path of the table whose gates hold. Any
+        leading dimensions, any strides.
+    w : MarlinWeight or QuantWeight
+        On the same side, and the same device, as `x`.
+    bias : array [N], optional
+        Of the same dtype; added in float32 before the result is rounded (in the reference, ``marlin``, ``native``
+        paths) or to the rounded product (``fp16_cache``).
+    out : array [..., N], optional
+        Where to write the result; must not overlap `x` or `bias`. With it, and rows of `x` on 16-byte boundaries,
+        a call allocates nothing once its shape has been seen.
+    path : str, optional
+        Insist on one path: ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"`` or ``"native"``.
+
+    Returns
+    -------
+    array [..., N]
+        `out`, or a new array of `x`'s dtype.
+
+    Raises
+    ------
+    DTypeError, ShapeError, DeviceError
+        Arguments that do not fit together.
+    CompileError, LaunchError
+        No path could run, or `path` could not.
+
+    Notes
+    -----
+    GPU work goes to CuPy's current stream of `x`'s device. Within a CUDA graph capture, scratch memory cannot grow and
+    kernels cannot be loaded: make the same call once before.
+    """
+    call = _checked(x, w, bias, out)
+    if call.device is None:
+        return _take(call, path)
+    cupy = import_cupy()
+    if cupy.cuda.runtime.getDevice() == call.device.id:
+        return _take(call, path)
+    with cupy.cuda.Device(call.device.id):
+        return _take(call, path)
+
+
+def _take(call: Call, path: str | None) -> Array:
+    out = call.out
+    target = out
+    if out is None:
+        xp = np if call.device is None else import_cupy()
+        out = target = xp.empty((*call.x.shape[:-1], call.weight.N), dtype=call.x.dtype)
+    elif call.device is not None and _as_rows(out, call.weight.N) is None:
+        target = import_cupy().empty(out.shape, dtype=out.dtype)
+    if call.rows:
+        _run(call, target, path)
+    if target is not out:
+        out[...] = target
+    return out
+
+
+def _run(call: Call, target: Array, path: str | None) -> None:
+    if path is not None:
+        row = _row(path)
+        closed = [gate for gate, holds in row.gates(call) if not holds]
+        if closed:
+            raise LaunchError(f"path {path!r} cannot be taken here: it is not so that {closed[0]}")
+        row.run(call, target)
+        _record(path, call)
+        return
+    failure: Exception | None = None
+    for row in TABLE:
+        if not all(holds for _, holds in row.gates(call)):
+            continue
+        try:
+            row.run(call, target)
+        except (CompileError, LaunchError) as error:
+            failure = error
+            if row.name not in ("marlin", "marlin_pair") or is_capturing(import_cupy()):
+                raise
+            with _lock:
+                new = _refused.setdefault(_refusal_key(row.name, call), str(error)) == str(error)
+            if new:
+                logger.warning("path %s is refused, the next one is taken from now on: %s", row.name, error)
+            continue
+        _record(row.name, call)
+        return
+    raise failure or AssertionError("the table ends with a path that is always open")
+
+
+def _row(path: str) -> Path:
+    for row in TABLE:
+        if row.name == path:
+            return row
+    raise ValueRangeError(f"no path {path!r}; there are: {', '.join(row.name for row in TABLE)}")
+
+
+def _checked(x: Any, w: Weight, bias: Any, out: Array | None) -> Call:
+    if not isinstance(w, MarlinWeight | QuantWeight):
+        raise DTypeError(f"w must be a MarlinWeight or a QuantWeight, got {type(w).__name__}")
+    x = _as_array("x", x)
+    if x.dtype not in SCALE_DTYPES:
+        raise DTypeError(f"x must be float16 or bfloat16, got {x.dtype}: convert it with x.astype")
+    if x.dtype != w.dtype:
+        raise DTypeError(f"x is {x.dtype} and the weight {w.dtype}: convert x, or the weight (w.astype)")
+    if x.ndim == 0 or x.shape[-1] != w.K:
+        raise ShapeError(f"x has shape {x.shape}; its last dimension must be K = {w.K}")
+    if bias is not None:
+        bias = _as_array("bias", bias)
+        _check_like("bias", bias, x, (w.N,))
+        if not bias.flags.c_contiguous:
+            bias = bias.copy()
+    if out is not None:
+        if not isinstance(out, np.ndarray) and not is_device_array(out):
+            raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
+        _check_like("out", out, x, (*x.shape[:-1], w.N))
+        for name, other in (("x", x), ("bias", bias)):
+            if other is not None and _overlap(out, other):
+                raise ValueRangeError(f"out overlaps {name}: the result would depend on the order of writes")
+    codes = w.B if isinstance(w, MarlinWeight) else w.q
+    if is_device_array(x) != is_device_array(codes):
+        side, fix = ("NumPy", "w.to_host()") if is_device_array(codes) else ("CuPy", "w.to_device()")
+        other = "CuPy" if side == "NumPy" else "NumPy"
+        raise DeviceError(f"x is a {side} array and the weight holds {other} arrays: move one, e.g. {fix}")
+    device = None
+    if is_device_array(x):
+        if x.device.id != codes.device.id:
+            raise DeviceError(f"x lies on device {x.device.id}, the weight on device {codes.device.id}")
+        device = device_info(x.device.id)
+    return Call(x, w, bias, out, math.prod(x.shape[:-1]), device)
+
+
+def _check_like(name: str, array: Array, x: Array, shape: tuple[int, ...]) -> None:
+    if is_device_array(array) != is_device_array(x):
+        raise DeviceError(f"x and {name} must both be NumPy or both GPU arrays")
+    if array.dtype != x.dtype:
+        raise DTypeError(f"{name} must be {x.dtype} like x, got {array.dtype}")
+    if array.shape != shape:
+        raise ShapeError(f"{name} must have shape {shape}, got {array.shape}")
+    if is_device_array(x) and array.device.id != x.device.id:
+        raise DeviceError(f"x lies on device {x.device.id}, {name} on device {array.device.id}")
+
+
+def _as_array(name: str, array: Any) -> Array:
+    """NumPy and CuPy arrays as they are; what else lives on a GPU as a CuPy array over the same memory."""
+    if isinstance(array, np.ndarray) or is_device_array(array):
+        return array
+    try:
+        if hasattr(array, "__dlpack__"):
+            return import_cupy().from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return import_cupy().asarray(array)
+    except (TypeError, ValueError, BufferError) as error:
+        raise DTypeError(f"{name} ({type(array).__name__}) is no array on a GPU that CuPy can read: {error}") from error
+    raise DTypeError(f"{name} must be a NumPy, CuPy or DLPack array, got {type(array).__name__}")
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(np.may_share_memory(a, b))
+    (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
+    return a_low < b_high and b_low < a_high
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """First and past-the-last address that the array touches."""
+    if array.size == 0:
+        return 0, 0
+    reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
+    pointer = array.data.ptr
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return pointer + low, pointer + high + array.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One path of the table with its gates' answers; `chosen` marks the one that would be taken."""
+
+    path: str
+    gates: tuple[tuple[str, bool], ...]
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call takes the path it takes. ``str`` of it is the dispatcher's table, answered."""
+
+    answers: tuple[Answer, ...]
+    plan: Plan | None
+
+    @property
+    def path(self) -> str:
+        """The path that would be taken."""
+        return next(answer.path for answer in self.answers if answer.chosen)
+
+    def __str__(self) -> str:
+        lines = []
+        for answer in self.answers:
+            lines.append(f"{'->' if answer.chosen else '  '} {answer.path}")
+            lines += [f"     [{'x' if holds else ' '}] {gate}" for gate, holds in answer.gates]
+        if self.plan is not None:
+            macros = ", ".join(f"{name}={value}" for name, value in self.plan.build.macros)
+            lines.append(f"   {self.plan.build.name} ({macros}), grid {self.plan.grid}, {self.plan.threads} threads")
+        return "\n".join(lines)
+
+
+def explain(x: Any, w: Weight, bias: Any = None, out: Array | None = None) -> Explanation:
+    """What `matmul` with these arguments would do, and why, without doing it.
+
+    Returns
+    -------
+    Explanation
+        Print it. ``.path`` is the path's name.
+
+    Raises
+    ------
+    DTypeError, ShapeError, DeviceError
+        As `matmul`.
+    """
+    call = _checked(x, w, bias, out)
+    answers: list[Answer] = []
+    chosen = False
+    for row in TABLE:
+        gates = tuple(row.gates(call))
+        takes = not chosen and all(holds for _, holds in gates)
+        chosen = chosen or takes
+        answers.append(Answer(row.name, gates, takes))
+    plan = None
+    path = next(answer.path for answer in answers if answer.chosen)
+    if path in ("marlin", "marlin_pair") and call.rows:
+        plan = call.plan if path == "marlin" else call.symmetric_plan
+    return Explanation(tuple(answers), plan)

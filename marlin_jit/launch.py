@@ -1,0 +1,235 @@
+"""Typed launchers, one a kernel: they fill in the arguments, the grid and the scratch memory.
+
+Nothing else calls a kernel. Callers have checked dtypes, shapes and devices (`marlin_jit.dispatch` does); arrays
+lie on the current device, and work goes to CuPy's current stream. Activations and outputs are given as a
+`Matrix`: a pointer and a row stride, so that strided arrays need no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from marlin_jit._array import BFLOAT16, Array
+from marlin_jit.device import DeviceInfo, scratch
+from marlin_jit.jit import Kernel, load_kernel
+from marlin_jit.plan import (
+    DECODE_SHAPES,
+    GEMM_TILES,
+    Build,
+    Limits,
+    Plan,
+    Problem,
+    decode_build,
+    gemm_build,
+    gemm_stages,
+)
+from marlin_jit.weight import MarlinWeight, QuantWeight
+
+_MAX_GRID_Y = 65535
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of 16-bit elements in device memory: address, row stride in elements, number of rows and columns."""
+
+    pointer: int
+    stride: int
+    rows: int
+    columns: int
+
+
+def limits_of(device: DeviceInfo) -> Limits:
+    """What `marlin_jit.plan` needs to know of a device."""
+    return Limits(device.sm_count, device.smem_per_block, device.smem_per_sm)
+
+
+def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
+    """What `marlin_jit.plan` needs to know of a product."""
+    padded_k, padded_n = weight.padded_shape
+    return Problem(rows, padded_k, padded_n, weight.group_size, asymmetric, weight.dtype == BFLOAT16)
+
+
+# ---- the Marlin GEMM -------------------------------------------------------------------------------------
+
+
+def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bias: Any, out: Matrix) -> None:
+    """``out = x @ W (+ bias)`` by a planned kernel.
+
+    Parameters
+    ----------
+    plan : Plan
+        For these rows and this weight.
+    x : Matrix [M, K]
+        Address and row stride multiples of 16 bytes.
+    delta : cupy.ndarray or None
+        ``weight.delta16``, or None for the symmetric product. The plan's build must say the same.
+    bias : cupy.ndarray [N] or None
+    out : Matrix [M, N]
+
+    Raises
+    ------
+    CompileError, LaunchError
+    """
+    kernel = _kernel(plan.build, plan.smem)
+    partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
+    counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
+    padded_k, padded_n = weight.padded_shape
+    tail: tuple[Any, ...] = (partials, counters)
+    if plan.build.name == "marlin_gemm":
+        tail = (_i32(plan.split_tiles), *tail)
+    args = (
+        *(x.pointer, x.stride, weight.B, weight.scales, delta, bias, out.pointer, out.stride),
+        *(_i32(x.rows), _i32(weight.N), _i32(weight.K), _i32(padded_n), _i32(padded_k)),
+        *tail,
+    )
+    kernel(plan.grid, (plan.threads,), args, plan.smem)
+
+
+# ---- the correction pair ---------------------------------------------------------------------------------
+
+
+def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
+    """Sums of the activations over each group: float32 [M, G] in scratch memory, valid until the next call."""
+    groups = weight.groups
+    size = weight.padded_shape[0] if weight.group_size == -1 else weight.group_size
+    sums = scratch.get("group sums", 4 * x.rows * groups)
+    kernel = _kernel(_plain_build("group_sums.cu", "group_sums", weight.dtype == BFLOAT16))
+    args = (x.pointer, x.stride, sums, _i32(x.columns), _i32(groups), _i32(size))
+    kernel((x.rows * groups,), (128,), args)
+    return sums
+
+
+def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
+    """``out += sums @ delta``, in place."""
+    kernel = _kernel(_plain_build("correction.cu", "correction", weight.dtype == BFLOAT16))
+    padded_n = weight.padded_shape[1]
+    rows_a_block, columns_a_block = 32, 256
+    grid = (-(-out.columns // columns_a_block), -(-out.rows // rows_a_block))
+    args = (
+        *(sums, weight.delta16, out.pointer, out.stride),
+        *(_i32(out.rows), _i32(out.columns), _i32(padded_n), _i32(weight.groups)),
+    )
+    kernel(grid, (128,), args)
+
+
+# ---- scalar kernels --------------------------------------------------------------------------------------
+
+
+def native(x: Matrix, weight: MarlinWeight | QuantWeight, bias: Any, out: Matrix) -> None:
+    """``out = x @ W (+ bias)``, one thread an output: any shape, any group size.
+
+    For a packed weight with ``perm``, `x` is already in packed order.
+    """
+    packed = isinstance(weight, MarlinWeight)
+    kernel = _kernel(_scalar_build("native.cu", "native_int4", packed, weight.dtype == BFLOAT16))
+    pointers, sizes = _scalar_weight(weight)
+    args = (
+        *(x.pointer, x.stride, *pointers, bias, out.pointer, out.stride),
+        *(_i32(x.rows), _i32(weight.N), _i32(weight.K), *sizes),
+    )
+    kernel((-(-weight.N // 128), min(x.rows, _MAX_GRID_Y)), (128,), args)
+
+
+def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
+    """Fill `out` [K, N], contiguous, of the weight's dtype, rows in source order."""
+    packed = isinstance(weight, MarlinWeight)
+    kernel = _kernel(_scalar_build("dequantize.cu", "dequantize", packed, weight.dtype == BFLOAT16))
+    pointers, sizes = _scalar_weight(weight)
+    source_row = weight.perm if isinstance(weight, MarlinWeight) else None
+    args = (*pointers, source_row, out, _i32(weight.N), _i32(weight.K), *sizes)
+    kernel((-(-weight.N // 256), min(weight.K, _MAX_GRID_Y)), (256,), args)
+
+
+def gather(x: Matrix, order: Array, out: Matrix) -> None:
+    """``out[:, i] = x[:, order[i]]``."""
+    kernel = _kernel(_GATHER)
+    args = (x.pointer, x.stride, order, out.pointer, out.stride, _i32(x.rows), _i32(x.columns))
+    kernel((-(-x.columns // 256), min(x.rows, _MAX_GRID_Y)), (256,), args)
+
+
+def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Codes, scales, delta, group of each row; then columns, groups, group size."""
+    size = weight.K if weight.group_size == -1 else weight.group_size
+    if isinstance(weight, MarlinWeight):
+        pointers = (weight.B, weight.scales, weight.delta, None)
+        columns = weight.padded_shape[1]
+    else:
+        pointers = (weight.q, weight.scale, weight.delta, weight.g_idx)
+        columns = weight.N
+    return pointers, (_i32(columns), _i32(weight.groups), _i32(size))
+
+
+# ---- builds ----------------------------------------------------------------------------------------------
+
+
+def _scalar_build(source: str, name: str, packed: bool, bfloat16: bool) -> Build:
+    return Build(source, name, (("BF16", int(bfloat16)), ("PACKED", int(packed))))
+
+
+def _plain_build(source: str, name: str, bfloat16: bool) -> Build:
+    return Build(source, name, (("BF16", int(bfloat16)),))
+
+
+_GATHER = Build("gather.cu", "gather_columns", ())
+
+# Shared memory of the architectures we build for, in bytes: of one block (by opting in), of one SM. CUDA C++
+# programming guide, table of technical specifications per compute capability.
+SHARED_MEMORY = {
+    "80": (166912, 167936),
+    "86": (101376, 102400),
+    "89": (101376, 102400),
+    "90a": (232448, 233472),
+    "100": (232448, 233472),
+    "120": (101376, 102400),
+}
+
+
+def all_builds(arch: str) -> list[Build]:
+    """Every kernel variant that a device of this architecture can be asked for.
+
+    Parameters
+    ----------
+    arch : str
+        ``"80"``, ``"86"``, ``"89"``, ``"90a"``, ``"100"`` or ``"120"``.
+
+    Raises
+    ------
+    ValueError
+        Another architecture.
+    """
+    if arch not in SHARED_MEMORY:
+        raise ValueError(f"no builds are listed for sm_{arch}; there are: {', '.join(SHARED_MEMORY)}")
+    limits = Limits(132, *SHARED_MEMORY[arch])  # the number of SMs changes no build
+    builds = [_GATHER]
+    for bfloat16 in (False, True):
+        for packed in (True, False):
+            builds.append(_scalar_build("native.cu", "native_int4", packed, bfloat16))
+            builds.append(_scalar_build("dequantize.cu", "dequantize", packed, bfloat16))
+        builds.append(_plain_build("group_sums.cu", "group_sums", bfloat16))
+        builds.append(_plain_build("correction.cu", "correction", bfloat16))
+        for group_size in (32, 64, 128, -1):
+            for asymmetric in (False, True):
+                problem = Problem(1, 128, 64, group_size, asymmetric, bfloat16)
+                for tile in GEMM_TILES:
+                    fitting = gemm_stages(tile, problem, limits)
+                    if fitting is not None:
+                        builds.append(gemm_build(tile, fitting[0], problem))
+                builds.extend(decode_build(shape, problem) for shape in DECODE_SHAPES)
+    return builds
+
+
+@lru_cache(maxsize=1 << 12)
+def _defines(build: Build) -> dict[str, int]:
+    return build.defines
+
+
+def _kernel(build: Build, smem: int = 0) -> Kernel:
+    return load_kernel(build.source, build.name, _defines(build), dynamic_smem=smem)
+
+
+def _i32(value: int) -> np.int32:
+    return np.int32(value)

@@ -1,0 +1,404 @@
+"""From a problem and a device to a kernel build, a grid and a split of the work.
+
+A pure function: no GPU is asked, so that every decision can be tested, and printed, on any machine. It lists the
+builds that fit the device, predicts each one's time from a small model of the work, and takes the least.
+
+The model's constants were fitted to an H200; on other devices they only rank builds (see docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from marlin_jit.layout import CHUNK_N, TILE_K
+
+Defines = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel variant: what is compiled, and under which macros."""
+
+    source: str
+    name: str
+    macros: tuple[tuple[str, int], ...]
+
+    @property
+    def defines(self) -> Defines:
+        """The macros as a mapping."""
+        return dict(self.macros)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a GEMM launch is planned for.
+
+    Parameters
+    ----------
+    m : int
+        Rows of the activations, at least 1.
+    padded_k, padded_n : int
+        The shape that B holds.
+    group_size : int
+        32, 64, 128 or -1.
+    asymmetric : bool
+        Whether the kernel adds delta.
+    bfloat16 : bool
+        Activation type: bfloat16, else float16.
+    """
+
+    m: int
+    padded_k: int
+    padded_n: int
+    group_size: int
+    asymmetric: bool
+    bfloat16: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must know of a device."""
+
+    sm_count: int
+    smem_per_block: int
+    smem_per_sm: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch: build, grid, shared memory, scratch memory, and the predicted time in microseconds."""
+
+    build: Build
+    grid: tuple[int, int]
+    threads: int
+    smem: int
+    split_tiles: int  # marlin_gemm: tiles whose k is dealt out over blocks
+    partial_bytes: int  # float32 partial sums in global memory
+    counters: int  # arrival counters, one a split tile
+    microseconds: float
+
+
+def _type_macros(problem: Problem) -> tuple[tuple[str, int], ...]:
+    return (
+        ("BF16", int(problem.bfloat16)),
+        ("GROUP", 0 if problem.group_size == -1 else problem.group_size),
+        ("ASYMMETRIC", int(problem.asymmetric)),
+    )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---- marlin_gemm (marlin.cu): any M ------------------------------------------------------------------------------
+
+_SYSTEM_SMEM = 1024  # bytes of shared memory that CUDA keeps a block
+_MAX_STAGES = 6
+_MIN_STAGES = 3
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """The shape of a block's work in marlin.cu.
+
+    Parameters
+    ----------
+    m_tile : int
+        Rows.
+    warps_n, warps_k : int
+        Warps along N (64 columns each), and warps that share a stage's k.
+    k_stage : int
+        k of a stage.
+    blocks : int
+        Blocks an SM should hold, which bounds registers and shared memory.
+    """
+
+    m_tile: int
+    warps_n: int
+    warps_k: int
+    k_stage: int
+    blocks: int
+
+    @property
+    def n_tile(self) -> int:
+        return CHUNK_N * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    def stage_bytes(self, group_size: int, asymmetric: bool) -> int:
+        """Shared memory of a stage: activations, codes, scales and deltas."""
+        rows = 0 if group_size == -1 else max(1, self.k_stage // group_size)
+        scales = rows * self.n_tile * 2 * (2 if asymmetric else 1)
+        return self.m_tile * self.k_stage * 2 + self.k_stage * self.n_tile // 2 + scales
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory in which the warps of a chunk add their sums, or the tile leaves: the larger."""
+        kept = 4 // self.warps_k
+        exchange = 0 if self.warps_k == 1 else self.threads * (4 - kept) * (self.m_tile // 8) * 16
+        return max(exchange, self.m_tile * (self.n_tile + 8) * 2)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Float32 sums of a tile."""
+        return self.m_tile * self.n_tile * 4
+
+
+GEMM_TILES = (
+    GemmTile(16, 4, 1, 64, 4),
+    GemmTile(16, 2, 2, 128, 4),
+    GemmTile(32, 4, 1, 64, 3),
+    GemmTile(32, 2, 2, 64, 3),
+    GemmTile(64, 4, 1, 64, 2),
+    GemmTile(64, 2, 2, 64, 2),
+)
+
+
+def gemm_stages(tile: GemmTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
+    """Stages and blocks an SM that the device's shared memory allows, or None if the tile does not fit it."""
+    stage = tile.stage_bytes(problem.group_size, problem.asymmetric)
+    for blocks in range(tile.blocks, 0, -1):
+        room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM)
+        stages = min(_MAX_STAGES, room // stage)
+        if stages >= _MIN_STAGES and room >= tile.sums_bytes:
+            return stages, blocks
+    return None
+
+
+def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
+    """The build of marlin.cu for a tile."""
+    return Build(
+        "marlin.cu",
+        "marlin_gemm",
+        (
+            *_type_macros(problem),
+            ("M_TILE", tile.m_tile),
+            ("WARPS_N", tile.warps_n),
+            ("WARPS_K", tile.warps_k),
+            ("K_STAGE", tile.k_stage),
+            ("STAGES", stages),
+            ("MIN_BLOCKS", tile.blocks),
+        ),
+    )
+
+
+def gemm_plan(tile: GemmTile, grid: int, split_tiles: int, problem: Problem, limits: Limits) -> Plan | None:
+    """The plan of one tile shape with a given grid and number of split tiles, or None if it does not fit."""
+    fitting = gemm_stages(tile, problem, limits)
+    if fitting is None:
+        return None
+    stages, blocks = fitting
+    smem = max(stages * tile.stage_bytes(problem.group_size, problem.asymmetric), tile.sums_bytes)
+    return Plan(
+        build=gemm_build(tile, stages, problem),
+        grid=(grid, 1),
+        threads=tile.threads,
+        smem=smem,
+        split_tiles=split_tiles,
+        partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
+        counters=split_tiles,
+        microseconds=_gemm_microseconds(tile, grid, split_tiles, blocks, problem, limits),
+    )
+
+
+def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
+    """Number of tiles, and units of k in each."""
+    tiles = _ceil_div(problem.m, tile.m_tile) * _ceil_div(problem.padded_n, tile.n_tile)
+    return tiles, _ceil_div(problem.padded_k, tile.k_stage)
+
+
+def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
+    for tile in GEMM_TILES:
+        if tile.m_tile // 2 >= problem.m and tile.m_tile > GEMM_TILES[0].m_tile:
+            continue  # more than half the rows would be padding, and a smaller tile exists
+        fitting = gemm_stages(tile, problem, limits)
+        if fitting is None:
+            continue
+        slots = limits.sm_count * fitting[1]
+        tiles, units = gemm_tiles(tile, problem)
+        for grid, split_tiles in _schedules(tiles, units, slots):
+            plan = gemm_plan(tile, grid, split_tiles, problem, limits)
+            if plan is not None:
+                yield plan
+
+
+def _schedules(tiles: int, units: int, slots: int) -> Iterator[tuple[int, int]]:
+    """Pairs (grid, split tiles) worth trying on a device that holds `slots` blocks at once."""
+    yield min(tiles, slots), 0
+    rest = tiles % slots
+    if tiles > slots:
+        if rest:
+            yield slots, rest + slots  # the ragged wave and one more, dealt out evenly: at most 3 blocks a tile
+        return
+    for split in (2, 3, 4, 6, 8, 12, 16):
+        if tiles * split <= slots and split <= units:
+            yield tiles * split, tiles
+    if rest and slots // tiles < units:
+        yield slots, tiles
+
+
+# ---- marlin_decode (decode.cu): few rows --------------------------------------------------------------------------
+
+DECODE_BLOCK_K = 128
+DECODE_MAX_M = 16
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The shape of a block's work in decode.cu: chunks of 64 columns, warps along k, blocks an SM."""
+
+    m_blocks: int
+    chunks: int
+    k_warps: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.chunks * self.k_warps
+
+    def smem(self, group_size: int, asymmetric: bool) -> int:
+        """The warps' buffers of activations and scales, or the exchange of sums: the larger."""
+        scales = 0 if group_size == -1 else DECODE_BLOCK_K // group_size * 128 * (2 if asymmetric else 1)
+        buffers = 2 * (8 * self.m_blocks * (DECODE_BLOCK_K * 2 + 16) + scales)
+        return self.chunks * self.k_warps * max(buffers, 8 * self.m_blocks * 68 * 4)
+
+
+DECODE_SHAPES = (
+    DecodeShape(1, 1, 8, 1),
+    DecodeShape(1, 2, 4, 1),
+    DecodeShape(1, 1, 8, 2),
+    DecodeShape(1, 2, 4, 2),
+    DecodeShape(1, 1, 4, 4),
+    DecodeShape(1, 1, 12, 1),
+    DecodeShape(2, 1, 8, 1),
+    DecodeShape(2, 2, 4, 1),
+    DecodeShape(2, 1, 4, 3),
+    DecodeShape(2, 1, 12, 1),
+)
+
+
+def decode_build(shape: DecodeShape, problem: Problem) -> Build:
+    """The build of decode.cu for a block shape."""
+    return Build(
+        "decode.cu",
+        "marlin_decode",
+        (
+            *_type_macros(problem),
+            ("M_BLOCKS", shape.m_blocks),
+            ("CHUNKS", shape.chunks),
+            ("K_WARPS", shape.k_warps),
+            ("MIN_BLOCKS", shape.blocks),
+        ),
+    )
+
+
+def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits) -> Plan | None:
+    """The plan of one block shape with k split over `split` blocks, or None if it does not fit the device."""
+    smem = shape.smem(problem.group_size, problem.asymmetric)
+    if smem > limits.smem_per_block or shape.blocks * (smem + _SYSTEM_SMEM) > limits.smem_per_sm:
+        return None
+    columns = _ceil_div(problem.padded_n, CHUNK_N * shape.chunks)
+    outputs = problem.m * CHUNK_N * shape.chunks
+    return Plan(
+        build=decode_build(shape, problem),
+        grid=(columns, split),
+        threads=shape.threads,
+        smem=smem,
+        split_tiles=0,
+        partial_bytes=columns * split * outputs * 4 if split > 1 else 0,
+        counters=columns if split > 1 else 0,
+        microseconds=_decode_microseconds(shape, columns, split, problem, limits),
+    )
+
+
+def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
+    if problem.m > DECODE_MAX_M:
+        return
+    for shape in DECODE_SHAPES:
+        if shape.m_blocks != _ceil_div(problem.m, 8):
+            continue
+        for split in (1, 2, 3, 4, 6, 8):
+            if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
+                continue
+            plan = decode_plan(shape, split, problem, limits)
+            if plan is not None:
+                yield plan
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+_CLOCK = 1.7e3  # SM clocks a microsecond under load
+_LAUNCH = 2.5  # microseconds from launch to the first data, and from the last data to the end
+_STREAM = 4.1e6  # bytes of global memory a microsecond
+
+
+def _stream_microseconds(problem: Problem) -> float:
+    """Time to read the weight, the activations and to write the output once."""
+    groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
+    weight = problem.padded_k * problem.padded_n / 2
+    scales = 2 * groups * problem.padded_n * (2 if problem.asymmetric else 1)
+    return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / _STREAM
+
+
+def _gemm_microseconds(
+    tile: GemmTile, grid: int, split_tiles: int, blocks: int, problem: Problem, limits: Limits
+) -> float:
+    tiles, units = gemm_tiles(tile, problem)
+    # A unit's cost, in SM clocks: tensor cores (6.2 clocks a quarter SM and mma), and shared memory at
+    # 128 bytes a clock for what is written once and read by every warp.
+    mma = tile.n_tile / 16 * tile.m_tile / 8 * tile.k_stage / TILE_K * 6.2 / 4
+    activations = tile.m_tile * tile.k_stage * 2
+    shared = (activations * (1 + tile.warps_n) + tile.k_stage * tile.n_tile) / 128
+    clocks = max(mma / 0.8, shared / 0.8)
+    whole = tiles - split_tiles
+    units_each = split_tiles * units / grid + _ceil_div(whole, grid) * units
+    resident = min(blocks, _ceil_div(grid, limits.sm_count))
+    # A block alone on its SM keeps the tensor cores about 60% as busy as two do.
+    busy = 0.6 if resident == 1 else 1.0
+    compute = units_each * resident * clocks / busy / _CLOCK
+    sharers = 0.0 if not split_tiles else grid / split_tiles
+    exchange = 0.0
+    if sharers > 1 or (split_tiles and split_tiles > grid):
+        each = tile.partial_bytes / tile.threads / 16 / 16  # batches of 16 vectors a thread
+        exchange = 1.0 + max(sharers, 2.0) * 0.45 * max(each, 0.5)
+    return _LAUNCH + max(compute, _stream_microseconds(problem)) + exchange
+
+
+def _decode_microseconds(
+    shape: DecodeShape, columns: int, split: int, problem: Problem, limits: Limits
+) -> float:
+    blocks = columns * split
+    warps_k = split * shape.k_warps
+    k_blocks = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
+    waves = _ceil_div(blocks, limits.sm_count * shape.blocks)
+    # Units of 64 columns x 128 k on the busiest SM; each costs about 160 clocks of it for eight rows.
+    resident = min(shape.blocks, _ceil_div(blocks, limits.sm_count))
+    units = waves * resident * shape.chunks * shape.k_warps * _ceil_div(k_blocks, warps_k)
+    compute = units * (160 if shape.m_blocks == 1 else 250) / _CLOCK
+    uneven = _ceil_div(k_blocks, warps_k) * warps_k / k_blocks
+    exchange = 0.3 if split == 1 else 1.7
+    return _LAUNCH + max(compute, _stream_microseconds(problem) * uneven) + exchange
+
+
+def plans(problem: Problem, limits: Limits) -> list[Plan]:
+    """All plans worth trying, best first.
+
+    Raises
+    ------
+    ValueError
+        ``m`` is not positive.
+    """
+    if problem.m < 1:
+        raise ValueError(f"a plan needs at least one row, got m = {problem.m}")
+    found = [*_decode_plans(problem, limits), *_gemm_plans(problem, limits)]
+    return sorted(found, key=lambda plan: plan.microseconds)
+
+
+@lru_cache(maxsize=1 << 14)
+def choose(problem: Problem, limits: Limits) -> Plan:
+    """The plan with the least predicted time."""
+    return plans(problem, limits)[0]

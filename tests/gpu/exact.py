@@ -1,0 +1,104 @@
+"""Products to compare kernels with, from plain codes and in float64: independent of every kernel of the package."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from marlin_jit import QuantWeight
+
+_SOURCE = r"""
+extern "C" __global__ void product(const double* x, const double* w, double* c, int m, int n, int k) {
+    int column = blockIdx.x * 128 + threadIdx.x;
+    if (column >= n) return;
+    for (int row = blockIdx.y; row < m; row += gridDim.y) {
+        double sum = 0;
+        for (int i = 0; i < k; i++) sum += x[(long long)row * k + i] * w[(long long)i * n + column];
+        c[(long long)row * n + column] = sum;
+    }
+}
+"""
+
+
+@cache
+def _kernel() -> Any:
+    import cupy
+
+    return cupy.RawKernel(_SOURCE, "product")
+
+
+def product(x: Any, w: Any) -> Any:
+    """``x @ w`` in float64, one thread an output (no cuBLAS needed)."""
+    import cupy
+
+    m, k = x.shape
+    n = w.shape[1]
+    c = cupy.empty((m, n))
+    args = (cupy.ascontiguousarray(x), cupy.ascontiguousarray(w), c, np.int32(m), np.int32(n), np.int32(k))
+    _kernel()((-(-n // 128), min(m, 65535)), (128,), args)
+    return c
+
+
+def weight64(qw: QuantWeight) -> Any:
+    """``q*scale + zero`` in float64 [K, N]."""
+    import cupy
+
+    groups = qw.groups
+    size = qw.K if qw.group_size == -1 else qw.group_size
+    of = cupy.arange(qw.K) // size if qw.g_idx is None else qw.g_idx
+    assert int(of.max()) < groups
+    scale = qw.scale.astype(np.float64)
+    zero = -8 * scale if qw.zero is None else qw.zero.astype(np.float64)
+    return qw.q.astype(np.float64) * scale[of] + zero[of]
+
+
+def relative_error(y: Any, exact: Any) -> float:
+    """Frobenius norm of the difference over that of the exact product; infinite if anything is not finite."""
+    import cupy
+
+    y = y.astype(np.float64)
+    if not bool(cupy.isfinite(y).all()):
+        return float("inf")
+    return float(cupy.sqrt(((y - exact) ** 2).sum() / (exact**2).sum()))
+
+
+def random_weight(
+    rng: np.random.Generator, K: int, N: int, group_size: int, *, symmetric: bool, dtype: Any, real_zero: bool = False
+) -> QuantWeight:
+    """Random codes with scales near 0.01 on the GPU; zero points 0..15, or real zeros."""
+    import cupy
+
+    groups = 1 if group_size == -1 else K // group_size
+    q = cupy.asarray(rng.integers(0, 16, (K, N), dtype=np.uint8))
+    scale = cupy.asarray((0.005 + 0.01 * rng.random((groups, N))).astype(np.float32).astype(dtype))
+    if symmetric:
+        return QuantWeight(q, scale, None, group_size)
+    if real_zero:
+        zero = cupy.asarray((-0.1 + 0.05 * rng.standard_normal((groups, N))).astype(np.float32).astype(dtype))
+        return QuantWeight(q, scale, zero, group_size)
+    points = cupy.asarray(rng.integers(0, 16, (groups, N), dtype=np.uint8))
+    return QuantWeight.from_zero_points(q, scale, points, group_size)
+
+
+def random_rows(rng: np.random.Generator, M: int, K: int, dtype: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(rng.standard_normal((M, K)).astype(np.float32).astype(dtype))
+
+
+def poisoned(M: int, N: int, dtype: Any) -> tuple[Any, Any]:
+    """An output of NaN within a larger buffer of a canary value: (output, check that the canary is intact)."""
+    import cupy
+
+    guard = 64
+    buffer = cupy.full((M * N + 2 * guard,), 12345.0, dtype=np.float32).astype(dtype)
+    canary = buffer[:guard].copy()
+    out = buffer[guard : guard + M * N].reshape(M, N)
+    out[...] = np.nan
+
+    def intact() -> bool:
+        return bool((buffer[:guard] == canary).all() and (buffer[guard + M * N :] == canary).all())
+
+    return out, intact
