@@ -177,12 +177,12 @@ def _reader(config: QuantizationConfig) -> tuple[tuple[str, ...], Callable[[Mode
         config.check_bits()
     size = config.group_size()
     if config.method == "marlin":
-        return (".B", ".s"), lambda files, name: MarlinLayer(files, name, size)
+        return (".B",), lambda files, name: MarlinLayer(files, name, size)
     if config.method == "awq":
         return _awq_reader(config, size)
     checkpoint_format = _gptq_format(config)
     if checkpoint_format == "marlin":
-        return (".B", ".s"), lambda files, name: MarlinLayer(files, name, size)
+        return (".B",), lambda files, name: MarlinLayer(files, name, size)
     settings = gptq.read_config(values, size, checkpoint_format, where)
     return (".qweight",), lambda files, name: GPTQLayer(files, name, settings)
 

@@ -36,28 +36,33 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 200_000_000
 COPY_CHUNK = 8 << 20
 
-_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+# Every dtype of the format in the library's order, which ascends in width; None where NumPy has no such type.
+_NUMPY_DTYPES: dict[str, np.dtype[Any] | None] = {
     "BOOL": np.dtype(np.bool_),
+    "F4": None,
+    "F6_E2M3": None,
+    "F6_E3M2": None,
     "U8": np.dtype("u1"),
     "I8": np.dtype("i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-    "C64": np.dtype("<c8"),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "F32": np.dtype("<f4"),
+    "C64": np.dtype("<c8"),
+    "F64": np.dtype("<f8"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
 }
-_SAFETENSORS_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
+_WIDTH_ORDER = {name: i for i, name in enumerate(_NUMPY_DTYPES)}
+_SAFETENSORS_DTYPES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if dtype is not None}
 
 
 @dataclass(frozen=True)
@@ -228,12 +233,19 @@ class SafetensorsFile:
         damage.
         """
         try:
-            end = max((info.start + info.nbytes for info in self._read_header().values()), default=self.size)
+            tensors = sorted(self._read_header().values(), key=lambda info: (info.start, info.nbytes))
         except CheckpointError:
             return None
-        if end > self.size:
-            return f"cut short, it has {self.size} bytes where its header announces {end}; download it again"
-        return f"{self.size - end} bytes follow the last tensor" if end < self.size else None
+        ends = [info.start + info.nbytes for info in tensors]
+        if not tensors or [info.start for info in tensors] != [self._data_start(), *ends[:-1]]:
+            return None  # the ranges are wrong in other ways too
+        if ends[-1] > self.size:
+            return f"cut short, it has {self.size} bytes where its header announces {ends[-1]}; download it again"
+        return f"{self.size - ends[-1]} bytes follow the last tensor" if ends[-1] < self.size else None
+
+    def _data_start(self) -> int:
+        with self.path.open("rb") as file:
+            return 8 + int.from_bytes(file.read(8), "little")
 
     def _read_header(self) -> dict[str, TensorInfo]:
         """Parse the header, reading no more than a header may take."""
@@ -279,7 +291,7 @@ class SafetensorsWriter:
         self._starts: dict[str, int] = {}
         self._pending = set(tensors)
         position = 0
-        for name in sorted(tensors, key=lambda name: (-_alignment(tensors[name].dtype), name)):
+        for name in sorted(tensors, key=lambda name: (-_WIDTH_ORDER.get(tensors[name].dtype, -1), name)):
             info = tensors[name]
             header[name] = {
                 "dtype": info.dtype,
@@ -344,11 +356,6 @@ class SafetensorsWriter:
             self.close()
         else:
             self._file.close()
-
-
-def _alignment(dtype: str) -> int:
-    known = _NUMPY_DTYPES.get(dtype)
-    return known.itemsize if known is not None else 0  # sub-byte types last
 
 
 def _is_lfs_pointer(data: bytes) -> bool:
