@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from benchmarks.method import TorchTimer, plan_copies, time_launches
-from marlin_jit.bench import TOLERANCE, VARIANTS, DenseLayer, Measurement, Problem, call, measure
-from marlin_jit.errors import DeviceError
+from marlin_jit._cupy import import_cupy
+from marlin_jit.ahead import warmup
+from marlin_jit.bench import TOLERANCE, VARIANTS, DenseLayer, Measurement, Problem, measure
+from marlin_jit.device import current_device
+from marlin_jit.errors import CompileError, DeviceError
 from marlin_jit.timing import CupyTimer
 
 _CHECKED_ROWS, _CHECKED_COLUMNS = 16, 256
@@ -59,10 +61,9 @@ class Ours:
     """marlin-jit from this source tree."""
 
     def __init__(self) -> None:
-        import cupy
-
         import marlin_jit
 
+        cupy = _import_cupy()
         self._timer = CupyTimer()
         self._problem: Problem | None = None
         self.version = {
@@ -72,30 +73,17 @@ class Ours:
         }
 
     def open(self, layer: Layer) -> None:
-        import cupy
-
         problem = self._problem = Problem(
             layer.k, layer.n, layer.ms, group_size=layer.group_size, dtype=layer.dtype
         )
         for symmetric in (True, False):
             problem.weights(symmetric)
-        cupy.cuda.Device().synchronize()
-
-        def compile_one(job: tuple[str, int]) -> None:
-            variant, m = VARIANTS[job[0]], job[1]
-            if variant.path == "fp16_cache":
-                return
-            with cupy.cuda.Stream(non_blocking=True) as stream:
-                try:
-                    call(variant, problem.x[:m], problem.weights(variant.symmetric)[0], problem.output(m))
-                    stream.synchronize()
-                except Exception:
-                    return  # the measurement meets the same error and reports it
-
-        jobs = [(name, m) for name in layer.variants for m in layer.ms if VARIANTS[name].covers(m)]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            list(pool.map(compile_one, jobs))
-        cupy.cuda.Device().synchronize()
+        try:
+            warmup(dtypes=[layer.dtype], group_sizes=[problem.group_size])
+        except CompileError as error:
+            # The measurements that need that kernel meet the same error and report it.
+            print(error)
+        _import_cupy().cuda.Device().synchronize()
 
     def measure(self, variant: str, m: int, options: dict[str, Any]) -> tuple[Measurement, str | None]:
         assert self._problem is not None
@@ -158,8 +146,7 @@ class CublasDirect:
     """cuBLAS called through ctypes, where PyTorch is not installed. Only the [N, K] layout."""
 
     def __init__(self) -> None:
-        import cupy
-
+        cupy = _import_cupy()
         self._timer = CupyTimer()
         self._layer: DenseLayer | None = None
         self.version = {"cupy": cupy.__version__}
@@ -311,10 +298,16 @@ def _import_torch() -> Any:
     return torch
 
 
-def _free_cupy() -> None:
-    import cupy
+def _import_cupy() -> Any:
+    try:
+        current_device()
+    except DeviceError as error:
+        raise Missing(_first_line(error)) from None
+    return import_cupy()
 
-    cupy.get_default_memory_pool().free_all_blocks()
+
+def _free_cupy() -> None:
+    import_cupy().get_default_memory_pool().free_all_blocks()
 
 
 def _first_line(error: BaseException) -> str:

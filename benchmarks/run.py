@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -40,8 +41,8 @@ class WorkerLost(Exception):
 class Worker:
     """A library's process (`benchmarks.worker`), started when it is first needed and again after a crash."""
 
-    def __init__(self, library: str) -> None:
-        self.library = library
+    def __init__(self, library: str, log: Path | None) -> None:
+        self.library, self._log = library, log
         self.version: dict[str, str] = {}
         self.missing: str | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -50,9 +51,17 @@ class Worker:
     def start(self) -> None:
         """Start the process without waiting for it."""
         command = [sys.executable, "-m", "benchmarks.worker", self.library]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        with contextlib.ExitStack() as stack:
+            errors = None if self._log is None else stack.enter_context(self._log.open("a"))
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+            )
         lines: queue.Queue[str | None] = queue.Queue()
 
         def pump() -> None:
@@ -152,8 +161,9 @@ class Run:
         passes: int,
         options: dict[str, Any],
         budget: Budget,
+        log: Path | None,
     ) -> None:
-        self.workers = {name: Worker(name) for name in libraries}
+        self.workers = {name: Worker(name, log) for name in libraries}
         self.variants, self.ms, self.group_size, self.dtype = list(variants), list(ms), group_size, dtype
         self.passes, self.options, self.budget = passes, options, budget
         self.records: list[dict[str, Any]] = []
@@ -349,7 +359,12 @@ def parse_shape(_ctx: Any, _param: Any, values: tuple[str, ...]) -> tuple[tuple[
 @click.option(
     "--max-seconds", type=click.FloatRange(30), default=290.0, help="Stop and report after this time."
 )
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON).")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Result file (JSON); what libraries print goes to a .log beside it.",
+)
 def main(
     shapes: tuple[tuple[int, int], ...],
     ms: tuple[int, ...],
@@ -375,7 +390,12 @@ def main(
     options = {"replays": replays}
     smi_before = read_nvidia_smi()
     chosen = libraries or LIBRARIES
-    run = Run(chosen, variants, ms, int(group_size), dtype, passes, options, budget)
+    log = None
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        log = output.with_suffix(".log")
+        log.write_text("")
+    run = Run(chosen, variants, ms, int(group_size), dtype, passes, options, budget, log)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def result() -> dict[str, Any]:

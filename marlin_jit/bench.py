@@ -156,7 +156,7 @@ class Problem:
         s = scale[:, self._columns].astype(np.float64)[group]
         z = zero_point[:, self._columns].astype(np.float64)[group]
         q = codes[:, self._columns].astype(np.float64)
-        rows = to_host(self.x[xp.asarray(self._rows)]).astype(np.float64)
+        rows = self._pick(self.x, self._rows).astype(np.float64)
         self._reference = {True: rows @ ((q - 8.0) * s), False: rows @ ((q - z) * s)}
 
     def weights(self, symmetric: bool) -> list[MarlinWeight]:
@@ -191,10 +191,16 @@ class Problem:
         if not bool(self._xp.isfinite(out.astype(np.float32)).all()):
             return float("inf")
         rows = self._rows[self._rows < out.shape[0]]
-        xp = self._xp
-        got = to_host(out[xp.asarray(rows)][:, xp.asarray(self._columns)]).astype(np.float64)
+        got = self._pick(out, rows, self._columns).astype(np.float64)
         want = self._reference[symmetric][: len(rows)]
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    def _pick(self, array: Any, rows: Any, columns: Any = None) -> Any:
+        """Rows, then columns, of a 16-bit array, on the host."""
+        picked = array.view(np.uint16)[self._xp.asarray(rows)]
+        if columns is not None:
+            picked = picked[:, self._xp.asarray(columns)]
+        return to_host(picked).view(DTYPES[self.dtype])
 
 
 def _activations(rng: np.random.Generator, m: int, k: int, kind: np.dtype[Any], xp: Any) -> Any:
@@ -203,11 +209,12 @@ def _activations(rng: np.random.Generator, m: int, k: int, kind: np.dtype[Any], 
     if m <= _RANDOM_ROWS:
         return base
     x = xp.empty((m, k), dtype=kind)
+    source, target = base.view(np.uint16), x.view(np.uint16)
     for block, start in enumerate(range(0, m, _RANDOM_ROWS)):
         rows = min(_RANDOM_ROWS, m - start)
         shift = 257 * block % k
-        x[start : start + rows, shift:] = base[:rows, : k - shift]
-        x[start : start + rows, :shift] = base[:rows, k - shift :]
+        target[start : start + rows, shift:] = source[:rows, : k - shift]
+        target[start : start + rows, :shift] = source[:rows, k - shift :]
     return x
 
 
@@ -299,8 +306,9 @@ class DenseLayer:
         cupy = import_cupy()
         self.version = _cublas.version()
         self._problem = problem
-        dense = _activations(np.random.default_rng(1), problem.n, problem.k, DTYPES[problem.dtype], cupy)
-        self._weights = [cupy.roll(dense, i, axis=1) for i in range(plan_copies(dense.nbytes))]
+        kind = DTYPES[problem.dtype]
+        dense = _activations(np.random.default_rng(1), problem.n, problem.k, kind, cupy).view(np.uint16)
+        self._weights = [cupy.roll(dense, i, axis=1).view(kind) for i in range(plan_copies(dense.nbytes))]
 
     def measure(self, m: int, timer: Timer, **options: Any) -> Measurement:
         """Check a corner of cuBLAS's result, then time it at `m` rows, in a graph like ours."""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlin_jit import _cublas, timing
-from marlin_jit.bench import TOLERANCE, VARIANTS, Measurement, Problem, as_record
+from marlin_jit.bench import TOLERANCE, VARIANTS, Measurement, Problem, as_record, measure
 from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import ShapeError
 from marlin_jit.launch import Matrix
@@ -215,6 +215,20 @@ def test_activations_past_the_first_block_are_not_repeats() -> None:
     assert problem.x.shape == (1500, 128)
     assert not np.array_equal(problem.x[0], problem.x[1024])
     assert problem.error(_product(problem, 1500, True), True) < TOLERANCE["float16"]
+
+
+def test_measure_checks_before_it_times() -> None:
+    problem = Problem(256, 192, [1, 33], xp=np, copies=3)
+    for name, m in (("symmetric", 33), ("asymmetric", 1)):
+        clock = ClockStub([0.0])
+        result = measure(problem, VARIANTS[name], m, clock, replays=3, warmup_ms=0.0)
+        assert result.reason is None and result.timing is not None
+        assert (result.timing.copies, len(result.timing.samples)) == (3, 3)
+        assert result.error is not None and result.error < TOLERANCE["float16"]
+    problem._reference[True] *= 1.001
+    wrong = measure(problem, VARIANTS["symmetric"], 33, ClockStub([0.0]))
+    assert wrong.timing is None
+    assert wrong.reason is not None and wrong.reason.startswith("wrong result: error 1.0")
 
 
 def test_problem_refuses_what_it_cannot_make() -> None:
