@@ -92,6 +92,15 @@ def test_strided_arrays_are_copied_and_others_kept():
     assert QuantWeight(plain.q, plain.scale, None, 64).q is plain.q
 
 
+def test_strided_arrays_of_a_packed_weight_are_copied():
+    arguments = marlin_parts()
+    B, scales = np.asfortranarray(arguments["B"]), np.repeat(arguments["scales"], 2, axis=0)[::2]
+    weight = MarlinWeight(**arguments | {"B": B, "scales": scales})
+    assert weight.B.flags.c_contiguous and weight.scales.flags.c_contiguous
+    assert_same_bits(weight.B, arguments["B"])
+    assert_same_bits(dequantize(weight), dequantize(MarlinWeight(**arguments)))
+
+
 def test_group_index_of_a_single_group_is_dropped():
     arguments = parts(groups=1) | {"group_size": -1}
     weight = QuantWeight(**arguments, g_idx=np.zeros(128, np.int32))
