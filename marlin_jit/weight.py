@@ -60,7 +60,8 @@ class QuantWeight:
     group_size: int
     g_idx: Array | None = None
 
-    __array_ufunc__: ClassVar[None] = None  # an array operator must not take this for an object scalar
+    # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
+    __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         xp = namespace(self.q, self.scale, self.zero, self.g_idx)
@@ -135,6 +136,12 @@ class QuantWeight:
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below
                 zero = -zero_point.astype(np.float32) * scale.astype(np.float32)
         return replace(weight, zero=zero)
+
+    def __rmatmul__(self, x: Array) -> Array:
+        """``x @ w``: see :func:`marlin_jit.dispatch.matmul`."""
+        from marlin_jit.dispatch import matmul
+
+        return matmul(x, self)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -37,6 +37,9 @@ def marlin_parts(**changes):
     return {name: getattr(weight, name) for name in names} | changes
 
 
+BOTH_KINDS = [lambda: QuantWeight(**parts()), lambda: MarlinWeight(**marlin_parts())]
+
+
 def with_value(array, index, value):
     array = array.copy()
     array[index] = value
@@ -55,7 +58,7 @@ def test_properties():
     assert packed.nbytes == 128 * 128 // 2 + 2 * 128 * (2 + 4)
 
 
-@pytest.mark.parametrize("make", [lambda: QuantWeight(**parts()), lambda: MarlinWeight(**marlin_parts())])
+@pytest.mark.parametrize("make", BOTH_KINDS)
 def test_weights_are_frozen(make):
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().group_size = 32
@@ -361,15 +364,17 @@ def recorded_matmul(monkeypatch):
 
 @pytest.mark.usefixtures("recorded_matmul")
 @pytest.mark.parametrize("dtype", [np.float16, BF16, object])
-def test_numpy_leaves_the_matrix_product_to_the_weight(dtype):
-    weight, x = MarlinWeight(**marlin_parts()), np.ones((3, 128), dtype)
+@pytest.mark.parametrize("make", BOTH_KINDS)
+def test_numpy_leaves_the_matrix_product_to_the_weight(make, dtype):
+    weight, x = make(), np.ones((3, 128), dtype)
     given, used = x @ weight
     assert given is x and used is weight
 
 
 @pytest.mark.usefixtures("recorded_matmul")
-def test_cupy_leaves_the_matrix_product_to_the_weight(no_memory_array):
-    weight = MarlinWeight(**marlin_parts())
+@pytest.mark.parametrize("make", BOTH_KINDS)
+def test_cupy_leaves_the_matrix_product_to_the_weight(make, no_memory_array):
+    weight = make()
     given, used = no_memory_array(0) @ weight
     assert given.shape == (2, 64) and used is weight
 
