@@ -108,7 +108,7 @@ def test_writer_keeps_its_word(tmp_path: Path) -> None:
         ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", "invalid offset"),
         ({"a": entry(0, 4), "b": entry(6, 8)}, b"12345678", "invalid offset"),
         ({"a": entry(0, 4)}, b"123456", "2 bytes follow the last tensor"),
-        ({"a": entry(0, 4)}, b"123", "cut short, it has .* bytes where its header announces"),
+        ({"a": entry(0, 4)}, b"123", "cut short, it has .* bytes that its header announces"),
         ({"a": entry(-2, 2)}, b"1234", "invalid"),
         ({"a": entry(4, 0)}, b"1234", "invalid"),
         ({"a": entry(0, 4, "Q4")}, b"1234", "unknown variant `Q4`"),

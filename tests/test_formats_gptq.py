@@ -229,3 +229,28 @@ def test_scrambled_order_shows_every_wrong_axis(tmp_path: Path) -> None:
     assert_same_bits(one.delta, two.delta)
     exact = (q.astype(np.float32) - zeros[k[:, 0] // 32]) * scale.astype(np.float32)[k[:, 0] // 32]
     np.testing.assert_array_equal(dequantize(one, np.float32), exact)
+
+
+def test_two_configs_of_one_model(tmp_path: Path, rng: np.random.Generator) -> None:
+    """They may complete each other; they may not contradict each other."""
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path, gptq_config(), {"layer": layer})
+    (model / "quantize_config.json").write_text('{"bits": 4, "checkpoint_format": "gptq_v2"}')
+    assert open_checkpoint(model).layers["layer"].format == "gptq_v2"
+    (model / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    with pytest.raises(CheckpointError, match=r"has group_size 32, but .*quantize_config.json has 64"):
+        open_checkpoint(model)
+
+
+def test_config_of_old_autogptq(tmp_path: Path, rng: np.random.Generator) -> None:
+    """quantize_config.json alone, without quant_method."""
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path, None, {"layer": layer})
+    (model / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "sym": false}')
+    assert open_checkpoint(model).layers["layer"].format == "gptq"
+
+
+def test_no_config_at_all(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    with pytest.raises(CheckpointError, match="without it the bits can mean several things"):
+        open_checkpoint(write_model(tmp_path, None, {"layer": layer}))

@@ -26,6 +26,7 @@ __all__ = ["Checkpoint", "QuantizationConfig", "open_checkpoint"]
 
 CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")
 ACCEPTED = "gptq (also Marlin files), awq, marlin"
+_METHOD_OF_FILE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Older names, by which AutoAWQ's quant_config.json says the same.
 _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
 # What decides the meaning of the bits: two configs of one model may not differ in these.
@@ -236,30 +237,36 @@ def find_config(files: ModelFiles) -> QuantizationConfig | None:
         path = files.folder / name
         if not (path.exists() or path.is_symlink()):
             continue
-        content = load_json(files.confined(name))
+        values: Any = load_json(files.confined(name))
         where = str(path)
-        values: Any = content
         if name == "config.json":
-            values = content.get("quantization_config")
+            values = values.get("quantization_config")
             where += ": quantization_config"
             if values is None:
                 continue
             if not isinstance(values, dict):
                 raise CheckpointError(f"{where} is not a JSON object")
-        values = {_SYNONYMS.get(key, key): value for key, value in values.items()}
-        if name != "config.json":
-            # Before 2024 these files did not say which method they belong to.
-            values.setdefault("quant_method", "awq" if name == "quant_config.json" else "gptq")
-        found.append(QuantizationConfig(values, where))
-    for other in found[1:]:
-        first = found[0]
-        for key in _DECISIVE:
-            if key in first.values and key in other.values:
-                mine, theirs = first.values[key], other.values[key]
-                if isinstance(mine, str) and isinstance(theirs, str):
-                    mine, theirs = mine.lower(), theirs.lower()
-                if mine != theirs:
-                    raise CheckpointError(
-                        f"{first.where} has {key} {mine!r}, but {other.where} has {theirs!r}"
-                    )
-    return found[0] if found else None
+        found.append(QuantizationConfig({_SYNONYMS.get(key, key): values[key] for key in values}, where))
+    if not found:
+        return None
+    first, *others = found
+    for other in others:
+        _check_agreement(first, other)
+        # What the first leaves open the others may say: older tools put checkpoint_format in one file only.
+        first = QuantizationConfig({**other.values, **first.values}, first.where)
+    # Before 2024 the files of the two tools did not say which method they belong to.
+    method = _METHOD_OF_FILE.get(Path(found[-1].where).name)
+    if method is not None:
+        first.values.setdefault("quant_method", method)
+    return first
+
+
+def _check_agreement(one: QuantizationConfig, other: QuantizationConfig) -> None:
+    for key in _DECISIVE:
+        if key not in one.values or key not in other.values:
+            continue
+        mine, theirs = one.values[key], other.values[key]
+        if isinstance(mine, str) and isinstance(theirs, str):
+            mine, theirs = mine.lower(), theirs.lower()
+        if mine != theirs:
+            raise CheckpointError(f"{one.where} has {key} {mine!r}, but {other.where} has {theirs!r}")

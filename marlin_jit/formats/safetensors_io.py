@@ -209,9 +209,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: cannot be read: {_reason(error)}") from None
 
     def _refuse_stand_ins(self) -> None:
-        """Name the common things that lie where the data should be; the library would only say 'header too
-        large'.
-        """
+        """Name what often lies where the data should be; the library would only say 'header too large'."""
         if self.size == 0:
             raise CheckpointError(f"{self.path}: is empty")
         try:
@@ -229,9 +227,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: is a GGUF file, which is not read yet")
 
     def _wrong_length(self) -> str | None:
-        """Say so if the file is too short or too long for its header: an interrupted download is the usual
-        damage.
-        """
+        """Say so if the file is too short or too long for its header: what a broken download leaves."""
         try:
             tensors = sorted(self._read_header().values(), key=lambda info: (info.start, info.nbytes))
         except CheckpointError:
@@ -240,7 +236,7 @@ class SafetensorsFile:
         if not tensors or [info.start for info in tensors] != [self._data_start(), *ends[:-1]]:
             return None  # the ranges are wrong in other ways too
         if ends[-1] > self.size:
-            return f"cut short, it has {self.size} bytes where its header announces {ends[-1]}; download it again"
+            return f"cut short, it has {self.size} of the {ends[-1]} bytes that its header announces"
         return f"{self.size - ends[-1]} bytes follow the last tensor" if ends[-1] < self.size else None
 
     def _data_start(self) -> int:
