@@ -1,8 +1,7 @@
-"""``marlin-jit warmup``: compile kernels before they are needed."""
+"""``marlin-jit warmup [PACKED]...``."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import marlin_jit
-from marlin_jit import jit
-from marlin_jit.ahead import select_builds, warmup
+from marlin_jit import ahead, jit
+from marlin_jit.cli.show import print_json, print_line
 from marlin_jit.device import current_device
 from marlin_jit.errors import DeviceError
 
+__all__ = ["warmup"]
 
-@click.command("warmup")
+
+@click.command()
 @click.argument("packed", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--arch",
@@ -38,16 +39,18 @@ from marlin_jit.errors import DeviceError
     "--group",
     "group_sizes",
     multiple=True,
-    type=int,
-    help="Only kernels for this group size (32, 64, 128 or -1). May be repeated.",
+    type=click.Choice(["32", "64", "128", "-1"]),
+    help="Only kernels for this group size. May be repeated.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilations at the same time. Default: one a core.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Compilations at the same time. Default: one a core."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
-def command(
+def warmup(
     packed: tuple[Path, ...],
     archs: tuple[str, ...],
     dtypes: tuple[str, ...],
-    group_sizes: tuple[int, ...],
+    group_sizes: tuple[str, ...],
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -57,7 +60,7 @@ def command(
     found in them are compiled; otherwise all kernels are.
     """
     wanted_dtypes = set(dtypes)
-    wanted_groups = set(group_sizes)
+    wanted_groups = {int(size) for size in group_sizes}
     for path in packed:
         entries = marlin_jit.load(path).entries.values()
         wanted_dtypes |= {entry.dtype for entry in entries}
@@ -65,7 +68,9 @@ def command(
     chosen = [arch.removeprefix("sm_") for arch in archs] or [_device_arch()]
     only_dtypes = sorted(wanted_dtypes) or None
     only_groups = sorted(wanted_groups) or None
-    total = sum(len(select_builds(arch, dtypes=only_dtypes, group_sizes=only_groups)) for arch in chosen)
+    total = sum(
+        len(ahead.select_builds(arch, dtypes=only_dtypes, group_sizes=only_groups)) for arch in chosen
+    )
 
     started = time.perf_counter()
     with Progress(
@@ -77,7 +82,7 @@ def command(
         disable=as_json or not Console(stderr=True).is_terminal,
     ) as bar:
         task = bar.add_task("compiling", total=total)
-        compiled = warmup(
+        compiled = ahead.warmup(
             chosen,
             dtypes=only_dtypes,
             group_sizes=only_groups,
@@ -95,12 +100,12 @@ def command(
             "seconds": round(seconds, 3),
             "cache": None if directory is None else str(directory),
         }
-        click.echo(json.dumps(result, indent=2))
+        print_json(result)
         return
     for arch in chosen:
-        click.echo(f"sm_{arch}: {new[arch]} compiled, {held[arch]} already in the cache")
+        print_line(f"sm_{arch}: {new[arch]} compiled, {held[arch]} already in the cache")
     where = "memory only: no cache directory can be written" if directory is None else str(directory)
-    click.echo(f"{seconds:.1f} s, cache: {where}")
+    print_line(f"{seconds:.1f} s, cache: {where}")
 
 
 def _device_arch() -> str:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from marlin_jit.ahead import warmup
+from typing import TYPE_CHECKING, Any
+
+# These come at once: `pack`, `quantize` and `dispatch` are also names of modules, and the function must win.
 from marlin_jit.dispatch import (
     Explanation,
     dispatch,
@@ -29,10 +31,13 @@ from marlin_jit.errors import (
     ShapeError,
     ValueRangeError,
 )
-from marlin_jit.formats.packed import load, save
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.quantize import quantize
 from marlin_jit.weight import MarlinWeight, QuantWeight
+
+if TYPE_CHECKING:
+    from marlin_jit.ahead import warmup
+    from marlin_jit.formats.packed import load, save
 
 __version__ = "0.1.0"
 
@@ -63,3 +68,23 @@ __all__ = [
     "unpack",
     "warmup",
 ]
+
+# These come when they are asked for, so that computing needs nothing that reads files.
+_LATER = {
+    "load": "marlin_jit.formats.packed",
+    "save": "marlin_jit.formats.packed",
+    "warmup": "marlin_jit.ahead",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

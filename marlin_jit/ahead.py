@@ -17,8 +17,9 @@ from marlin_jit import jit
 from marlin_jit._array import BFLOAT16, FLOAT16
 from marlin_jit.device import current_device
 from marlin_jit.errors import CompileError, DTypeError, ShapeError
-from marlin_jit.launch import Build, all_builds
+from marlin_jit.launch import all_builds
 from marlin_jit.layout import GROUP_SIZES
+from marlin_jit.plan import Build
 
 Progress = Callable[[int, int, Build, jit.CompiledKernel], None]
 
@@ -65,7 +66,9 @@ def warmup(
     Only the compilation is done ahead. Before capturing a CUDA graph, make the same calls once: that also
     loads the kernels and allocates their scratch memory.
     """
-    chosen = [*archs] if archs is not None else [jit.arch_for(current_device().capability, jit.supported_archs())]
+    chosen = (
+        [*archs] if archs is not None else [jit.arch_for(current_device().capability, jit.supported_archs())]
+    )
     tasks = [
         (arch, build)
         for arch in dict.fromkeys(chosen)
@@ -106,9 +109,11 @@ def select_builds(
     def serves(build: Build, macro: str, wanted: Collection[int] | None) -> bool:
         return wanted is None or macro not in build.defines or int(build.defines[macro]) in wanted
 
-    return [
-        build for build in all_builds(arch) if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)
-    ]
+    try:
+        builds = all_builds(arch)
+    except ValueError as error:  # an architecture for which none are listed
+        raise CompileError(str(error)) from None
+    return [build for build in builds if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)]
 
 
 def _bf16_macro(dtype: Any) -> int:

@@ -41,7 +41,10 @@ def test_import_needs_numpy_and_ml_dtypes_only() -> None:
 
 
 def test_import_loads_no_cupy() -> None:
-    assert run_python("import marlin_jit, sys; print([m for m in sys.modules if 'cupy' in m])") == "[]"
+    code = (
+        "import marlin_jit, sys; print([m for m in sys.modules if m.partition('.')[0] in ('cupy', 'cuda')])"
+    )
+    assert run_python(code) == "[]"
 
 
 def test_import_without_home_in_a_read_only_directory() -> None:
@@ -69,26 +72,15 @@ def test_every_public_name_is_there() -> None:
     code = """
         import marlin_jit
         for name in marlin_jit.__all__:
-            value = getattr(marlin_jit, name)
+            assert callable(getattr(marlin_jit, name)), name
             assert name in dir(marlin_jit), name
-            if name.islower() and name != "errors" and not name.startswith("__"):
-                assert callable(value), (name, value)
-        print(*sorted(marlin_jit.__all__))
+        for name in "QuantWeight MarlinWeight pack unpack dequantize quantize load save warmup".split():
+            assert name in marlin_jit.__all__, name
+        for name in "matmul explain set_dispatch dispatch stats".split():
+            assert name in marlin_jit.__all__, name
+        print(marlin_jit.errors.MarlinJitError is marlin_jit.MarlinJitError)
     """
-    names = run_python(code).split()
-    for name in (
-        "QuantWeight",
-        "MarlinWeight",
-        "pack",
-        "unpack",
-        "dequantize",
-        "quantize",
-        "matmul",
-        "explain",
-    ):
-        assert name in names
-    for name in ("set_dispatch", "dispatch", "stats", "load", "save", "warmup", "errors", "__version__"):
-        assert name in names
+    assert run_python(code) == "True"
 
 
 @pytest.mark.parametrize("order", [("pack", "quantize", "dispatch"), ("dispatch", "quantize", "pack")])

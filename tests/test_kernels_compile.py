@@ -26,7 +26,7 @@ except MarlinJitError as error:
 
 ARCHS = ("80", "86", "89", "90a", "100", "120")
 KERNELS = Path(jit.__file__).parent / "kernels"
-# Macros that choose what a kernel computes; the others choose the shape of a block (STAGES follows from both).
+# Macros that choose what a kernel computes; the others choose the shape of a block (STAGES follows).
 VARIANT = ("BF16", "GROUP", "ASYMMETRIC", "PACKED")
 
 
