@@ -427,6 +427,14 @@ def test_other_files_of_a_folder(tmp_path: Path, rng: np.random.Generator) -> No
         plan_pack(source, tmp_path / "out")
 
 
+def test_config_with_text_that_is_no_unicode(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = random_model(tmp_path / "m", rng)
+    text = (source / "config.json").read_text().replace('"llama"', '"\\ud800 é"')
+    (source / "config.json").write_text(text)
+    pack_checkpoint(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "\ud800 é"
+
+
 def test_compare_finds_the_first_difference(tmp_path: Path, rng: np.random.Generator) -> None:
     """One nibble of B, one byte of another tensor, a layer and a tensor too many."""
     q = random_codes(rng, 64, 64)

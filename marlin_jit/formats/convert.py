@@ -7,8 +7,6 @@ layer, so memory holds one layer. The source is only ever read.
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit.errors import CheckpointError, MarlinJitError
-from marlin_jit.formats.detect import CONFIG_FILES, Checkpoint, open_checkpoint
+from marlin_jit.formats.companions import copy_files, other_files, write_config, write_index
+from marlin_jit.formats.detect import Checkpoint, open_checkpoint
 from marlin_jit.formats.layer import CheckpointWarning, Parameters, SourceLayer
-from marlin_jit.formats.model_files import INDEX_SUFFIX, ModelFiles
+from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import (
     FORMAT,
-    FORMAT_VERSION,
     LayerEntry,
     file_metadata,
     is_packed,
@@ -32,27 +30,12 @@ from marlin_jit.formats.packed import (
     layer_tensors,
 )
 from marlin_jit.formats.publish import check_destination, published
-from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, load_json
+from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo
 from marlin_jit.layout import GROUP_SIZES
 from marlin_jit.pack import pack
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 __all__ = ["LayerPlan", "PackPlan", "pack_checkpoint", "plan_pack", "run_pack", "to_marlin"]
-
-# Weights in other clothes: of no use beside the packed ones, and often larger than everything else.
-_OTHER_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".ggml",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-)
 
 Progress = Callable[[int], None]
 
@@ -163,7 +146,7 @@ def plan_pack(source: str | Path, destination: str | Path, *, force: bool = Fals
         raise CheckpointError(f"{source}: holds no 4-bit layer to pack")
     layers = {name: _plan_layer(layer) for name, layer in checkpoint.layers.items()}
     shards = _plan_shards(checkpoint, layers)
-    copied, skipped = _other_files(files) if files.is_folder else ((), ())
+    copied, skipped = other_files(files) if files.is_folder else ((), ())
     return PackPlan(checkpoint, destination, force, layers, shards, copied, skipped)
 
 
@@ -178,7 +161,10 @@ def run_pack(plan: PackPlan, progress: Progress | None = None) -> None:
                     plan, shard, temporary / shard if files.is_folder else temporary, tensors, advance
                 )
             if files.is_folder:
-                _write_companions(plan, temporary)
+                tensors_by_shard = {shard: tuple(tensors) for shard, tensors in plan.shards.items()}
+                write_index(files, temporary, tensors_by_shard, plan.bytes_after)
+                write_config(files, temporary)
+                copy_files(files, temporary, plan.copied)
     except OSError as error:
         raise CheckpointError(f"{plan.destination}: cannot be written: {error.strerror or error}") from None
 
@@ -352,81 +338,3 @@ def _counted(chunks: Iterator[bytes], advance: Progress) -> Iterator[bytes]:
     for chunk in chunks:
         yield chunk
         advance(len(chunk))
-
-
-def _other_files(files: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return relative names of the files that go along with the weights, and of those that do not."""
-    made_anew = {*files.shards, "config.json", files.index_name}
-    copied: list[str] = []
-    skipped: list[str] = []
-    folders = [""]  # relative names, each with a slash at its end
-    try:
-        while folders:
-            prefix = folders.pop()
-            for entry in sorted((files.folder / prefix).iterdir()):
-                name = prefix + entry.name
-                if name in made_anew:
-                    continue
-                if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
-                    folders.append(name + "/")
-                elif _is_companion(entry, top=not prefix):
-                    if not prefix:
-                        files.confined(entry.name)
-                    copied.append(name)
-                else:
-                    skipped.append(name)
-    except OSError as error:
-        raise CheckpointError(f"{files.folder}: cannot be listed: {error.strerror}") from None
-    return tuple(sorted(copied)), tuple(sorted(skipped))
-
-
-def _is_companion(entry: Path, *, top: bool) -> bool:
-    """Whether a file of a model folder (at its top, or below) goes along with packed weights."""
-    if not entry.is_file() or entry.name.startswith("."):
-        return False
-    if entry.suffix.lower() in _OTHER_WEIGHTS or entry.name.endswith(INDEX_SUFFIX):
-        return False
-    return entry.name not in CONFIG_FILES if top else not entry.is_symlink()
-
-
-def _write_companions(plan: PackPlan, folder: Path) -> None:
-    """Write index, config and the other files of a model folder."""
-    files = plan.checkpoint.files
-    if files.index_name is not None:
-        weight_map = {name: shard for shard, tensors in plan.shards.items() for name in tensors}
-        index = {
-            "metadata": {**files.index_metadata, "total_size": plan.bytes_after},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        _write_json(folder / files.index_name, index)
-    originals = {}
-    for name in CONFIG_FILES:
-        if (files.folder / name).exists():
-            originals[name] = load_json(files.confined(name))
-    if originals:
-        _write_json(folder / "config.json", _new_config(originals))
-    for name in plan.copied:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files.folder / name, target)
-
-
-def _new_config(originals: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return config.json with this package's quantization config; the source's are kept inside it."""
-    config = dict(originals.get("config.json", {}))
-    kept = {name: content for name, content in originals.items() if name != "config.json"}
-    if "quantization_config" in config:
-        kept["config.json"] = config["quantization_config"]
-    config["quantization_config"] = {
-        "quant_method": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "bits": 4,
-        "original": kept,
-    }
-    return config
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
