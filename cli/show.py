@@ -69,9 +69,7 @@ def print_table(columns: dict[str, str], rows: list[list[str]]) -> None:
 
 @contextmanager
 def bytes_bar(title: str, total: int, *, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, where that is a terminal; yield the function that advances it by some
-    bytes.
-    """
+    """Show a progress bar on stderr, where that is a terminal; yield what advances it by some bytes."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

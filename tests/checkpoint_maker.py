@@ -1,6 +1,4 @@
-"""Write small checkpoints in other tools' layouts, from the layouts' descriptions alone (no code of the
-package).
-"""
+"""Write small checkpoints in other tools' layouts, from their descriptions: no code of the package."""
 
 from __future__ import annotations
 

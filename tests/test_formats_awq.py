@@ -102,3 +102,20 @@ def test_config_of_old_autoawq(tmp_path: Path, rng: np.random.Generator) -> None
     text = '{"zero_point": true, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}'
     (model / "quant_config.json").write_text(text)
     assert open_checkpoint(model).layers["layer"].format == "awq"
+
+
+def test_delta_that_overflows_is_found_before_writing(tmp_path: Path, rng: np.random.Generator) -> None:
+    """8*scale may overflow float16 where the scale does not; bfloat16 has room for it."""
+    q, zeros = random_codes(rng, 64, 64), np.zeros((2, 64), np.uint8)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        scale = np.ones((2, 64), dtype)
+        scale[1, 7] = 10_000
+        model = write_model(tmp_path / "m", awq_config(), {"layer": awq_layer(q, scale, zeros)})
+        if dtype == np.float16:
+            with pytest.raises(
+                CheckpointError,
+                match=r"layer.scales: 1 scales .* overflows float16, the first at index \[1, 7\]",
+            ):
+                plan_pack(model, tmp_path / "out")
+        else:
+            plan_pack(model, tmp_path / "out")

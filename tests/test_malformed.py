@@ -143,9 +143,7 @@ def edited(data: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
 def test_damaged_files_never_crash(
     specimens: list[Path], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any edit of any file ends in a packed model or in an error of ours, never in another exception or stray
-    file.
-    """
+    """Any edit ends in a packed model or an error of ours, never in another exception or a stray file."""
     specimen = data.draw(st.sampled_from(specimens))
     files = sorted(
         p

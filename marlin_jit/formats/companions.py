@@ -1,6 +1,4 @@
-"""What goes along with packed weights so that the output folder is a whole model: index, config, tokenizer
-and the rest.
-"""
+"""What goes along with packed weights, so that the output is a whole model: index, config and other files."""
 
 from __future__ import annotations
 

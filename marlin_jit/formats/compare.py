@@ -1,5 +1,6 @@
-"""Whether a packed model means the same as its source: both dequantized layer by layer and compared,
-everything else byte by byte.
+"""Whether a packed model means the same as its source.
+
+Both are dequantized layer by layer and compared by value; every other tensor is compared byte by byte.
 """
 
 from __future__ import annotations

@@ -181,9 +181,7 @@ def to_marlin(layer: SourceLayer) -> MarlinWeight:
 
 
 def packed_group_size(K: int, group_size: int) -> int | None:
-    """Return the group size that a weight is packed with: the largest the format holds that divides its own,
-    or None.
-    """
+    """Return the largest group size of the format that divides the weight's own, or None."""
     if group_size in (-1, K):
         return -1
     return next(
@@ -192,9 +190,7 @@ def packed_group_size(K: int, group_size: int) -> int | None:
 
 
 def _split_groups(weight: QuantWeight) -> QuantWeight:
-    """Split groups into equal ones of a size that the format holds, each with the scale and zero of the
-    whole.
-    """
+    """Split groups into equal ones of a size that the format holds, with the same scale and zero."""
     size = packed_group_size(weight.K, weight.group_size)
     if size is None or size == weight.group_size:
         return weight
@@ -217,6 +213,7 @@ def _plan_layer(layer: SourceLayer) -> LayerPlan:
             f"{GROUP_SIZES}"
         )
     _check_activation_order(where, found, size)
+    _check_delta(layer.where(layer.scale_name), found)
     entry = LayerEntry(found.K, found.N, size, found.scale.dtype.name, layer.format)
     permuted = found.g_idx is not None
     after = layer_tensors(layer.name, entry, found.symmetric, permuted)
@@ -248,9 +245,25 @@ def _check_activation_order(where: str, found: Parameters, size: int) -> None:
         )
 
 
+def _check_delta(where: str, found: Parameters) -> None:
+    """Raise if a delta, (8 - zero point)*scale, overflows the dtype of the scales: kernels read it so."""
+    if found.zero_point is None:
+        return
+    with np.errstate(over="ignore"):
+        delta = (np.float32(8) - found.zero_point) * found.scale.astype(np.float32)
+        bad = ~np.isfinite(delta.astype(found.scale.dtype))
+    if bad.any():
+        first = [int(i) for i in np.argwhere(bad)[0]]
+        raise CheckpointError(
+            f"{where}: {int(bad.sum())} scales are so large that (8 - zero point)*scale overflows "
+            f"{found.scale.dtype}, the first at index {first}"
+        )
+
+
 def _plan_shards(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> dict[str, dict[str, TensorInfo]]:
-    """Return the tensors of each output file. A layer goes where its codes are; a file left without tensors
-    is dropped.
+    """Return the tensors of each output file.
+
+    A layer goes where its codes are; a file left without tensors is dropped.
     """
     files = checkpoint.files
     shards: dict[str, dict[str, TensorInfo]] = {shard: {} for shard in files.shards}
@@ -271,9 +284,7 @@ def _plan_shards(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> dict[s
 
 
 def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
-    """Raise if source and destination are in each other's way, or what is at the destination may not be
-    replaced.
-    """
+    """Raise if the two are in each other's way, or what is at the destination may not be replaced."""
     try:
         source, target = files.path.resolve(), destination.resolve()
     except (OSError, RuntimeError):  # links in a circle

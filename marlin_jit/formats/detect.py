@@ -150,9 +150,7 @@ def _assemble(
 
 
 def _prefixes(files: ModelFiles, suffix: str, partner: str = "") -> list[str]:
-    """Return the module names of all tensors with the suffix (that have a partner with the other, if one is
-    given).
-    """
+    """Return the module names of all tensors with the suffix (and one with the partner suffix, if given)."""
     names = [name[: -len(suffix)] for name in files if name.endswith(suffix) and name != suffix]
     return [name for name in names if not partner or name + partner in files]
 

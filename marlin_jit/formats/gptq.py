@@ -222,9 +222,7 @@ def true_or_false(config: dict[str, Any], key: str, where: str) -> bool:
 def read_config(
     config: dict[str, Any], group_size: int, checkpoint_format: str | None, where: str
 ) -> GPTQConfig:
-    """Return the settings that matter, from a quantization config whose bits and group size are checked
-    already.
-    """
+    """Return the settings that matter; bits and group size are checked already."""
     _refuse_settings_by_layer(config, where)
     pack_dtype = config.get("pack_dtype", "int32")
     if pack_dtype != "int32":
@@ -239,9 +237,7 @@ def read_config(
 
 
 def _refuse_settings_by_layer(config: dict[str, Any], where: str) -> None:
-    """Refuse GPTQModel's `dynamic` where it gives layers other settings; what it skips is not quantized and
-    needs no word.
-    """
+    """Refuse GPTQModel's `dynamic` where it gives layers other settings; those it skips are not quantized."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise CheckpointError(f"{where}: dynamic is not a JSON object")

@@ -118,9 +118,7 @@ class SourceLayer(ABC):
         return f"{self.files.shards[self.files.shard_of(tensor)].path}: tensor {tensor}"
 
     def require(self, suffix: str, dtypes: tuple[str, ...]) -> str:
-        """Return the full name of tensor `suffix` of the layer, after checking that it is a matrix of one of
-        the dtypes.
-        """
+        """Return the full name of the layer's tensor `suffix`, a matrix of one of the dtypes."""
         tensor = f"{self.name}.{suffix}"
         if tensor not in self.files:
             raise CheckpointError(f"{self.files.path}: layer {self.name} has no {suffix}")

@@ -1,6 +1,4 @@
-"""Output appears whole or not at all: it is written beside its place under another name, and renamed when it
-is complete.
-"""
+"""Output appears whole or not at all: it is written under another name and renamed when it is complete."""
 
 from __future__ import annotations
 
