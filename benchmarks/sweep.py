@@ -75,7 +75,7 @@ def main(out: str, rows: str, shapes: str, group: int, asymmetric: bool, bf16: b
                 def run(i: int, p: plan.Plan = p) -> None:
                     launch.marlin(p, xm, weights[i], deltas[i], None, ym)
 
-                timing = time_launches(run, copies, timer, replays=replays, warmup_ms=10, point_ms=60)
+                timing = time_launches(run, copies, timer, replays=replays, warmup_ms=10, point_ms=40)
                 macros = dict(p.build.macros[3:])
                 timed.append((timing.us, p))
                 records.append(

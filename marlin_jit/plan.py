@@ -107,8 +107,10 @@ class GemmTile:
     ----------
     m_tile : int
         Rows.
+    slabs : int
+        Slabs of 16 columns that a warp takes: 2 or 4.
     warps_n, warps_k : int
-        Warps along N (64 columns each), and warps that share a stage's k.
+        Warps along N, and warps that share a stage's k.
     k_stage : int
         k of a stage.
     blocks : int
@@ -116,6 +118,7 @@ class GemmTile:
     """
 
     m_tile: int
+    slabs: int
     warps_n: int
     warps_k: int
     k_stage: int
@@ -123,7 +126,7 @@ class GemmTile:
 
     @property
     def n_tile(self) -> int:
-        return CHUNK_N * self.warps_n
+        return 16 * self.slabs * self.warps_n
 
     @property
     def threads(self) -> int:
@@ -138,8 +141,8 @@ class GemmTile:
     @property
     def sums_bytes(self) -> int:
         """Shared memory in which the warps of a chunk add their sums, or the tile leaves: the larger."""
-        kept = 4 // self.warps_k
-        exchange = 0 if self.warps_k == 1 else self.threads * (4 - kept) * (self.m_tile // 8) * 16
+        sent = self.slabs - self.slabs // self.warps_k
+        exchange = self.threads * sent * (self.m_tile // 8) * 16
         return max(exchange, self.m_tile * (self.n_tile + 8) * 2)
 
     @property
@@ -149,12 +152,13 @@ class GemmTile:
 
 
 GEMM_TILES = (
-    GemmTile(16, 4, 1, 64, 4),
-    GemmTile(16, 2, 2, 128, 4),
-    GemmTile(32, 4, 1, 64, 3),
-    GemmTile(32, 2, 2, 64, 3),
-    GemmTile(64, 4, 1, 64, 2),
-    GemmTile(64, 2, 2, 64, 2),
+    GemmTile(16, 4, 4, 1, 64, 4),
+    GemmTile(16, 4, 2, 2, 128, 4),
+    GemmTile(32, 4, 4, 1, 64, 3),
+    GemmTile(32, 4, 2, 2, 64, 3),
+    GemmTile(64, 4, 4, 1, 64, 2),
+    GemmTile(64, 4, 2, 2, 64, 2),
+    GemmTile(128, 2, 4, 1, 64, 2),
 )
 
 
@@ -177,6 +181,7 @@ def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
         (
             *_type_macros(problem),
             ("M_TILE", tile.m_tile),
+            ("SLABS", tile.slabs),
             ("WARPS_N", tile.warps_n),
             ("WARPS_K", tile.warps_k),
             ("K_STAGE", tile.k_stage),
@@ -213,7 +218,7 @@ def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
 
 def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     for tile in GEMM_TILES:
-        if tile.m_tile // 2 >= problem.m and tile.m_tile > GEMM_TILES[0].m_tile:
+        if tile.m_tile // 2 >= problem.m and tile.m_tile > 16 or (problem.m > 256 and tile.m_tile < 64):
             continue  # more than half the rows would be padding, and a smaller tile exists
         fitting = gemm_stages(tile, problem, limits)
         if fitting is None:
@@ -272,11 +277,16 @@ DECODE_SHAPES = (
     DecodeShape(1, 2, 4, 1),
     DecodeShape(1, 1, 8, 2),
     DecodeShape(1, 2, 4, 2),
+    DecodeShape(1, 4, 2, 2),
     DecodeShape(1, 1, 4, 4),
+    DecodeShape(1, 1, 4, 3),
+    DecodeShape(1, 2, 8, 1),
+    DecodeShape(1, 4, 4, 1),
     DecodeShape(1, 1, 12, 1),
     DecodeShape(2, 1, 8, 1),
     DecodeShape(2, 2, 4, 1),
     DecodeShape(2, 1, 4, 3),
+    DecodeShape(2, 2, 6, 1),
     DecodeShape(2, 1, 12, 1),
 )
 

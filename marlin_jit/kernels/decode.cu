@@ -40,32 +40,32 @@ __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool
         : "l"(from), "r"(static_cast<int>(wanted)));
 }
 
-struct Problem {
-    const uint16_t* a;
-    int64_t lda;
-    int m, k;
-};
+// One lane's share of the copies into its warp's buffer, a k-block at a time: activations (two rows of 256 bytes a
+// pass; rows from M on were zeroed once, k from K on arrives as zeros), then scales and deltas (eight lanes a row;
+// rows past the last group meet zero activations, so any finite one will do).
+struct Loader {
+    const uint8_t* a;  // of the next block
+    int64_t a_pass;    // bytes between passes
+    int rows_left, k_left;
+    int group, last_group, padded_n;
+    const uint16_t *scales, *delta;
+    uint32_t a_to, s_to;
 
-// This warp's rows of A at k-block `block` -> its buffer. Rows from M on were zeroed once; k from K on arrives as zeros.
-__device__ __forceinline__ void load_activations(uint32_t buffer, const Problem& p, int block, int lane) {
+    __device__ __forceinline__ void issue(uint32_t buffer) {
+        const int bytes = max(0, min(16, 2 * k_left));
 #pragma unroll
-    for (int i = 0; i < ROWS * 16 / 32; i++) {
-        const int row = (i * 32 + lane) / 16, column = lane % 16, k = block * BLOCK_K + column * 8;
-        if (row < p.m) {
-            const int bytes = max(0, min(16, (p.k - k) * 2));
-            copy_async16(buffer + row * A_PITCH + column * 16, bytes > 0 ? p.a + row * p.lda + k : p.a, bytes);
+        for (int i = 0; i < ROWS / 2; i++)
+            if (2 * i < rows_left) copy_async16(buffer + a_to + i * (2 * A_PITCH), a + i * a_pass, bytes);
+        a += BLOCK_K * 2, k_left -= BLOCK_K;
+        if (SCALE_ROWS > 0 && s_to < SCALE_ROWS * 128) {
+            const int64_t at = static_cast<int64_t>(min(group, last_group)) * padded_n;
+            copy_async16(buffer + S_AT + s_to, scales + at, 16);
+            if (ASYMMETRIC) copy_async16(buffer + D_AT + s_to, delta + at, 16);
+            group += SCALE_ROWS;
         }
+        copy_commit();
     }
-}
-
-// Each lane moves 16 bytes, eight lanes a row. Rows past the last group meet zero activations: any finite row will do.
-__device__ __forceinline__ void load_scales(uint32_t to, const uint16_t* chunk, int padded_n, int groups, int block,
-                                            int lane) {
-    if (lane < SCALE_ROWS * 8) {
-        const int group = min(block * SCALE_ROWS + lane / 8, groups - 1);
-        copy_async16(to + lane * 16, chunk + static_cast<int64_t>(group) * padded_n + lane % 8 * 8, 16);
-    }
-}
+};
 
 using Sums = float[4][M_BLOCKS][4];  // [slab j][row block][fragment], as in marlin.cu
 
@@ -110,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = worker * share + min(worker, extra);
     const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
 
-    const Problem p = {a, lda, m, k};
     const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
-    const int64_t row_words = 2 * padded_n;
-    const uint32_t* words = b + chunk * 128 + lane * 4 + first * STEPS * row_words;
+    const int64_t row_bytes = 8 * static_cast<int64_t>(padded_n);  // of one k16 of W
+    const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + first * STEPS * row_bytes;
+    const bool half_tail = padded_k % BLOCK_K != 0;  // the last block has 64 k only
     const int groups = GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP);
 
     Sums acc = {};
@@ -121,17 +121,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (first < last) {
         Vec4 w[STEPS] = {};
 #pragma unroll
-        for (int i = 0; i < STEPS; i++)
-            load_stream16_if(w[i], words + i * row_words, first * STEPS + i < padded_k / 16);
-        const auto load_block = [&](int block, uint32_t to) {
-            load_activations(to, p, block, lane);
-            if (GROUP != 0) {
-                load_scales(to + S_AT, scales + chunk * 64, padded_n, groups, block, lane);
-                if (ASYMMETRIC) load_scales(to + D_AT, delta + chunk * 64, padded_n, groups, block, lane);
-            }
-            copy_commit();
+        for (int i = 0; i < STEPS; i++, next_w += row_bytes)
+            load_stream16_if(w[i], next_w, i < STEPS / 2 || !(half_tail && first + 1 == blocks));
+        Loader loader = {
+            reinterpret_cast<const uint8_t*>(a + lane / 16 * lda + first * BLOCK_K + lane % 16 * 8),
+            4 * lda,
+            m - lane / 16,
+            k - first * BLOCK_K - lane % 16 * 8,
+            first * SCALE_ROWS + lane / 8,
+            groups - 1,
+            padded_n,
+            scales + chunk * 64 + lane % 8 * 8,
+            delta + chunk * 64 + lane % 8 * 8,
+            static_cast<uint32_t>(lane / 16 * A_PITCH + lane % 16 * 16),
+            static_cast<uint32_t>(lane * 16),
         };
-        load_block(first, mine);
+        loader.issue(mine);
         for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
             const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
             uint8_t* to = smem + (2 * warp + i / (ROWS * (A_PITCH / 16))) * BUFFER + at;
@@ -144,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const bool more = block + 1 < last;
             __syncwarp();  // everybody has left the buffer that is filled next
             if (more)
-                load_block(block + 1, mine + (buffer ^ 1) * BUFFER);
+                loader.issue(mine + (buffer ^ 1) * BUFFER);
             else
                 copy_commit();
-            words += STEPS * row_words;
+            const bool more_upper = more && !(half_tail && block + 2 == blocks);
             copy_wait<1>();
             __syncwarp();
             const uint32_t here = mine + buffer * BUFFER;
@@ -162,9 +167,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     const uint32_t q[4] = {w[step + e].x, w[step + e].y, w[step + e].z, w[step + e].w};
                     uint32_t codes[4][4];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) Type::centered(codes[j], q[j]);
-                    load_stream16_if(w[step + e], words + (step + e) * row_words,
-                                     more && (block + 1) * STEPS + step + e < padded_k / 16);
+                    for (int j = 0; j < 4; j++) centered(codes[j], q[j]);
+                    load_stream16_if(w[step + e], next_w, step < STEPS / 2 ? more : more_upper);
+                    next_w += row_bytes;
 #pragma unroll
                     for (int j = 0; j < 4; j++)
 #pragma unroll

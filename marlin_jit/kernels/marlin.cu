@@ -4,9 +4,9 @@
 // (16 columns n x 16 rows k) and activations are the B operand, eight rows m at a time. Weights become
 // (q - 8) * scale + delta in the activation type; products are accumulated in float32.
 //
-// Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * WARPS_N columns. Its warps stand in a grid:
-// warp (wn, wk) takes the 64 columns of chunk wn and, in every stage, the wk-th share of the stage's k. Lane
-// (g = lane / 4, t = lane % 4) holds for its chunk's four 16-column slabs j and every 8-row block mb
+// Who holds what. A block owns a tile of M_TILE rows x TILE_N columns. Its warps stand in a grid: warp (wn, wk) takes
+// SLABS slabs of 16 columns (a chunk of 64, or half of one) and, in every stage, the wk-th share of the stage's k. Lane
+// (g = lane / 4, t = lane % 4) holds for each slab j and every 8-row block mb
 //     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
 //
 // How work is cut. A unit is K_STAGE of one tile's k. The units of the first `split_tiles` tiles are dealt out evenly
@@ -14,25 +14,27 @@
 // Of the blocks that share a tile the one that arrives last adds all their float32 partial sums, always in ascending
 // k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
 //
-// Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2, 4), K_STAGE (64, 128, 256), STAGES,
-// GROUP (32, 64, 128; 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an SM, bounds the registers).
+// Build constants: BF16, M_TILE (16, 32, 64, 128), SLABS (16-column slabs a warp: 2, 4), WARPS_N, WARPS_K (1, 2),
+// K_STAGE (64, 128), STAGES, GROUP (32, 64, 128; 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an
+// SM, bounds the registers).
 #include "layout.cuh"
 #include "numeric.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE_N = 64 * WARPS_N;
+constexpr int TILE_N = 16 * SLABS * WARPS_N;
+constexpr int CHUNKS = TILE_N / 64;
 constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WARP_STEPS = STEPS / WARPS_K;  // of them, each warp's
-constexpr int OWN = 4 / WARPS_K;             // slabs a warp finishes after the sum over wk
+constexpr int OWN = SLABS / WARPS_K;         // slabs a warp finishes after the sum over wk
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP : 1);
 static_assert(WARP_STEPS % 2 == 0, "fragments alternate between two register sets");
 
 // A stage in shared memory: activations as K_STAGE/64 blocks of [M_TILE][64] whose 16-byte columns are XOR-swizzled by
 // the row (so that ldmatrix meets no bank conflict), weights as [step][chunk][lane], then scales and delta rows.
 constexpr int A_BYTES = M_TILE * K_STAGE * 2;
-constexpr int W_BYTES = STEPS * WARPS_N * 512;
+constexpr int W_BYTES = STEPS * CHUNKS * 512;
 constexpr int S_BYTES = SCALE_ROWS * TILE_N * 2;
 constexpr int W_AT = A_BYTES;
 constexpr int S_AT = W_AT + W_BYTES;
@@ -69,72 +71,121 @@ __device__ __forceinline__ Tile tile_at(int index, const Problem& p) {
 
 // ---- global -> shared ---------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_stage(uint32_t stage, const Problem& p, const Tile& tile, int unit) {
-    const int thread = threadIdx.x;
-    const int k0 = unit * K_STAGE;
-#pragma unroll
-    for (int i = 0; i < A_BYTES / 16; i += THREADS) {
-        const int piece = i + thread;
-        if (A_BYTES / 16 % THREADS != 0 && piece >= A_BYTES / 16) break;
-        const int block = piece / (M_TILE * 8), row = piece / 8 % M_TILE, column = piece % 8;
-        const int m = tile.m0 + row, k = k0 + block * 64 + column * 8;
-        const int bytes = m < p.m ? max(0, min(16, (p.k - k) * 2)) : 0;
-        const uint16_t* from = bytes > 0 ? p.a + m * p.lda + k : p.a;
-        copy_async16(stage + block * (M_TILE * 128) + row * 128 + ((column ^ (row & 7)) << 4), from, bytes);
+// One thread's share of the copies of a tile. Addresses advance by a stage at a time; what is out of range is not
+// read but zero-filled, except columns of W and scales past the last chunk: they repeat it, and are never stored.
+struct Loader {
+    static constexpr int A_PASSES = A_BYTES / 16 / THREADS, W_PASSES = W_BYTES / 16 / THREADS;
+    static constexpr int A_ROWS = THREADS / 8;                // rows of A a pass
+    static constexpr int W_ROWS = THREADS / (32 * CHUNKS);    // k16 rows of W a pass
+    static constexpr int PASSES_A_BLOCK = M_TILE / A_ROWS;    // passes over 64 columns of A
+    static constexpr int S_PIECES = SCALE_ROWS * TILE_N / 8;  // one a thread
+    static_assert(A_PASSES * THREADS * 16 == A_BYTES && W_PASSES * THREADS * 16 == W_BYTES, "whole passes only");
+    static_assert(S_PIECES <= THREADS, "scales are one pass");
+
+    const uint16_t* a;  // of the next stage
+    const uint32_t* w;
+    int64_t a_pass, w_pass;  // bytes between passes
+    int rows_left, k_left;   // of A, seen from this thread's first row and column
+    int k16_left;            // of W, from its first row
+    int scale_row, scale_at;
+    uint32_t a_to, w_to;
+    int stages_left;
+
+    __device__ __forceinline__ Loader(const Problem& p, const Tile& tile, int first, int last) {
+        const int thread = threadIdx.x, row = thread / 8, column = thread % 8, k0 = first * K_STAGE;
+        a = p.a + static_cast<int64_t>(tile.m0 + row) * p.lda + k0 + column * 8;
+        a_pass = p.lda * (2 * A_ROWS);
+        rows_left = p.m - tile.m0 - row, k_left = p.k - k0 - column * 8;
+        a_to = row * 128 + ((column ^ (row & 7)) << 4);
+
+        const int k16 = k0 / 16 + thread / (32 * CHUNKS), within = thread % (32 * CHUNKS);
+        const int n = min(tile.n0 + within / 32 * 64, p.padded_n - 64);
+        w = p.b + static_cast<int64_t>(k16) * (2 * p.padded_n) + 2 * n + within % 32 * 4;
+        w_pass = static_cast<int64_t>(p.padded_n) * (8 * W_ROWS);
+        k16_left = p.padded_k / 16 - k16;
+        w_to = W_AT + thread * 16;
+
+        scale_row = thread / (TILE_N / 8);
+        scale_at = min(tile.n0 + thread % (TILE_N / 8) * 8, p.padded_n - 8);
+        stages_left = last - first;
     }
+
+    // Part `part` of WARP_STEPS of the copies of the next stage, so that they can be issued between multiplications.
+    __device__ __forceinline__ void issue(uint32_t stage, const Problem& p, int unit, int part) {
+        const bool live = stages_left > 0;
+        const int k_bytes = live ? max(0, min(16, 2 * k_left)) : 0;
 #pragma unroll
-    for (int i = 0; i < W_BYTES / 16; i += THREADS) {
-        const int piece = i + thread;
-        if (W_BYTES / 16 % THREADS != 0 && piece >= W_BYTES / 16) break;
-        const int step = piece / (WARPS_N * 32), within = piece % (WARPS_N * 32);
-        const int k16 = k0 / 16 + step;
-        const bool inside = k16 < p.padded_k / 16 && tile.n0 + within * 2 < p.padded_n;
-        const uint32_t* from = p.b + static_cast<int64_t>(k16) * (2 * p.padded_n) + 2 * tile.n0 + within * 4;
-        copy_async16(stage + W_AT + piece * 16, inside ? from : p.b, inside ? 16 : 0);
-    }
-    if (GROUP != 0) {
-        constexpr int PIECES = SCALE_ROWS * TILE_N / 8;
+        for (int i = 0; i < A_PASSES; i++) {
+            if (i * WARP_STEPS / A_PASSES != part) continue;
+            const int block = i / PASSES_A_BLOCK, pass = i % PASSES_A_BLOCK;
+            const int bytes = block == 0 ? k_bytes : (live ? max(0, min(16, 2 * (k_left - 64 * block))) : 0);
+            copy_async16(stage + a_to + block * (M_TILE * 128) + pass * (A_ROWS * 128),
+                         reinterpret_cast<const uint8_t*>(a) + block * 128 + pass * a_pass,
+                         pass * A_ROWS < rows_left ? bytes : 0);
+        }
 #pragma unroll
-        for (int i = 0; i < PIECES; i += THREADS) {
-            const int piece = i + thread;
-            if (piece < PIECES) {
-                const int row = piece / (TILE_N / 8), n = tile.n0 + piece % (TILE_N / 8) * 8;
-                const int group = k0 / (GROUP == 0 ? 1 : GROUP) + row;
-                const bool inside = n < p.padded_n && group * GROUP < p.padded_k;
-                const int64_t at = inside ? static_cast<int64_t>(group) * p.padded_n + n : 0;
-                copy_async16(stage + S_AT + piece * 16, p.scales + at, inside ? 16 : 0);
-                if (ASYMMETRIC) copy_async16(stage + D_AT + piece * 16, p.delta + at, inside ? 16 : 0);
-            }
+        for (int i = 0; i < W_PASSES; i++) {
+            if (i * WARP_STEPS / W_PASSES != part) continue;
+            const bool inside = live && (K_STAGE == 64 || i * W_ROWS < k16_left);
+            copy_async16(stage + w_to + i * (THREADS * 16), reinterpret_cast<const uint8_t*>(w) + i * w_pass,
+                         inside ? 16 : 0);
+        }
+        if (GROUP != 0 && part == WARP_STEPS - 1 && (S_PIECES == THREADS || threadIdx.x < S_PIECES)) {
+            const int group = unit * K_STAGE / (GROUP == 0 ? 1 : GROUP) + scale_row;
+            const bool inside = live && group * GROUP < p.padded_k;
+            const int64_t at = static_cast<int64_t>(group) * p.padded_n + scale_at;
+            copy_async16(stage + S_AT + threadIdx.x * 16, p.scales + at, inside ? 16 : 0);
+            if (ASYMMETRIC) copy_async16(stage + D_AT + threadIdx.x * 16, p.delta + at, inside ? 16 : 0);
+        }
+        if (part == WARP_STEPS - 1) {
+            copy_commit();
+            a += K_STAGE, k_left -= K_STAGE;
+            w += STEPS / W_ROWS * (w_pass / 4), k16_left -= STEPS;
+            stages_left--;
         }
     }
-}
+};
 
 // ---- shared -> registers -> tensor cores --------------------------------------------------------------------------
 
 struct Warp {
     int lane, g, t, wn, wk;
-    uint32_t a_at;  // this lane's ldmatrix address in a stage, at its warp's first step
+    int chunk, slab;  // chunk of the tile, and first slab in it
+    uint32_t a_at;    // this lane's ldmatrix address in a stage, at its warp's first step
+    uint32_t w_at, s_at;
     __device__ __forceinline__ Warp() {
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const int warp = threadIdx.x / 32;
         wn = warp % WARPS_N, wk = warp / WARPS_N;
+        chunk = wn * SLABS / 4, slab = wn * SLABS % 4;
         // Matrices in lane order: (m 0-7, k 0-7), (m 0-7, k 8-15), (m 8-15, k 0-7), (m 8-15, k 8-15).
         const int row = (lane & 7) + ((lane >> 4) << 3), column = (lane >> 3) & 1;
         const int first = wk * WARP_STEPS;
         a_at = (first / 4) * (M_TILE * 128) + row * 128 + ((column ^ (row & 7) ^ (2 * (first % 4))) << 4);
+        w_at = W_AT + ((first * CHUNKS + chunk) * 32 + lane) * 16 + slab * 4;
+        s_at = S_AT + chunk * 128 + g * 16 + slab * 4;
     }
 };
 
 struct Fragments {
-    Vec4 words;                  // four slabs' words for one k16
+    uint32_t words[SLABS];       // one k16 of each slab
     uint32_t b[M_TILE / 16][4];  // {b0, b1} of two 8-row blocks
 };
-struct Scales {  // component j: the pair (n = 16j+g, n + 8)
-    Vec4 scale, delta;
+struct Scales {  // for each slab the pair (n = 16j+g, n + 8)
+    uint32_t scale[SLABS], delta[SLABS];
 };
 
+__device__ __forceinline__ void load_shared(uint32_t (&to)[SLABS], uint32_t from) {
+    if constexpr (SLABS == 4) {
+        const Vec4 v = load_shared16(from);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else {
+        load_shared8(to[0], to[1], from);
+    }
+}
+
 __device__ __forceinline__ void fetch(Fragments& f, uint32_t stage, const Warp& w, int step) {
-    f.words = load_shared16(stage + W_AT + (((w.wk * WARP_STEPS + step) * WARPS_N + w.wn) * 32 + w.lane) * 16);
+    load_shared(f.words, stage + w.w_at + step * (CHUNKS * 512));
 #pragma unroll
     for (int i = 0; i < M_TILE / 16; i++)
         load_matrix4(f.b[i], stage + (step / 4) * (M_TILE * 128) + i * 2048 + (w.a_at ^ ((step % 4) << 5)));
@@ -144,83 +195,94 @@ __device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (s
 
 __device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Warp& w, int step) {
     const int row = SCALE_ROWS > 1 ? (w.wk * WARP_STEPS + step) * 16 / (GROUP == 0 ? 1 : GROUP) : 0;
-    const uint32_t at = row * TILE_N * 2 + w.wn * 128 + w.g * 16;
-    s.scale = load_shared16(stage + S_AT + at);
-    if (ASYMMETRIC) s.delta = load_shared16(stage + D_AT + at);
+    load_shared(s.scale, stage + w.s_at + row * (TILE_N * 2));
+    if (ASYMMETRIC) load_shared(s.delta, stage + w.s_at + (D_AT - S_AT) + row * (TILE_N * 2));
 }
 
 // One group a column: read once a tile, straight from global memory.
-__device__ __forceinline__ Vec4 column_pairs(const uint16_t* row, const Problem& p, const Tile& tile, const Warp& w) {
-    const int n = tile.n0 + w.wn * 64;
-    uint32_t pair[4] = {};
-    if (n < p.padded_n) slab_pairs(pair, row + n, w.g, true);
-    return {pair[0], pair[1], pair[2], pair[3]};
-}
-
-using Accumulators = float[4][M_BLOCKS][4];
-
-__device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& f, const Scales& s) {
-    const uint32_t words[4] = {f.words.x, f.words.y, f.words.z, f.words.w};
-    const uint32_t scale[4] = {s.scale.x, s.scale.y, s.scale.z, s.scale.w};
-    const uint32_t delta[4] = {s.delta.x, s.delta.y, s.delta.z, s.delta.w};
+__device__ __forceinline__ void column_scales(Scales& s, const Problem& p, const Tile& tile, const Warp& w) {
+    const int n = min(tile.n0 + w.chunk * 64, p.padded_n - 64);
+    uint32_t scale[4], delta[4];
+    slab_pairs(scale, p.scales + n, w.g, true);
+    if (ASYMMETRIC) slab_pairs(delta, p.delta + n, w.g, true);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        uint32_t a[4];
-        Type::centered(a, words[j]);
-#pragma unroll
-        for (int r = 0; r < 4; r++) {  // fragment registers 0 and 2 are row n = g, 1 and 3 are n = g + 8
-            const uint32_t by = r % 2 ? broadcast_high(scale[j]) : broadcast_low(scale[j]);
-            if (ASYMMETRIC)
-                a[r] = Type::fma(a[r], by, r % 2 ? broadcast_high(delta[j]) : broadcast_low(delta[j]));
-            else
-                a[r] = Type::mul(a[r], by);
-        }
-#pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++)
-            Type::mma(acc[j][mb], a, f.b[mb / 2][mb % 2 * 2], f.b[mb / 2][mb % 2 * 2 + 1]);
+    for (int j = 0; j < SLABS; j++) {
+        s.scale[j] = SLABS == 4 || w.slab == 0 ? scale[j] : scale[(j + 2) % 4];
+        if (ASYMMETRIC) s.delta[j] = SLABS == 4 || w.slab == 0 ? delta[j] : delta[(j + 2) % 4];
     }
 }
 
-// Adds units [first, last) of a tile to acc. Fragments of the next step are fetched before the current step is
-// multiplied; a slot is refilled as soon as its last fragments are in registers.
+using Accumulators = float[SLABS][M_BLOCKS][4];
+
+// Register R of a slab's weights: (q - 8) * scale (+ delta). Registers 0 and 2 are column n = g, 1 and 3 are n = g + 8.
+template <int R>
+__device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
+    const uint32_t by = R % 2 ? broadcast_high(s.scale[j]) : broadcast_low(s.scale[j]);
+    const uint32_t plus = !ASYMMETRIC ? 0 : R % 2 ? broadcast_high(s.delta[j]) : broadcast_low(s.delta[j]);
+    const uint32_t code = Type::centered<R>(word);
+    a[R] = ASYMMETRIC ? Type::fma(code, by, plus) : Type::mul(code, by);
+}
+__device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
+    weigh<0>(a, word, s, j), weigh<1>(a, word, s, j), weigh<2>(a, word, s, j), weigh<3>(a, word, s, j);
+}
+
+// Multiplies slab j, whose weights are ready, and meanwhile makes those of the next one: the unpacking of one slab and
+// the mma of another do not depend on each other, so neither waits.
+__device__ __forceinline__ void multiply(float (&acc)[M_BLOCKS][4], const uint32_t (&a)[4], const Fragments& f,
+                                         uint32_t (&next)[4], uint32_t next_word, const Scales& s, int next_j) {
+#pragma unroll
+    for (int mb = 0; mb < M_BLOCKS; mb++) {
+        Type::mma(acc[mb], a, f.b[mb / 2][mb % 2 * 2], f.b[mb / 2][mb % 2 * 2 + 1]);
+        if (mb == M_BLOCKS * 1 / 8) weigh<0>(next, next_word, s, next_j);
+        if (mb == M_BLOCKS * 3 / 8) weigh<1>(next, next_word, s, next_j);
+        if (mb == M_BLOCKS * 5 / 8) weigh<2>(next, next_word, s, next_j);
+        if (mb == M_BLOCKS * 7 / 8) weigh<3>(next, next_word, s, next_j);
+    }
+}
+
+// Adds units [first, last) of a tile to acc. While a stage is multiplied, the slot of the stage before it is refilled,
+// a part a step; fragments of the next step are fetched before the current step is multiplied.
 __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, const Problem& p, const Tile& tile,
                                           const Warp& w, int first, int last) {
+    Loader loader(p, tile, first, last);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; s++) {
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-        if (first + s < last) load_stage(smem + s * STAGE_BYTES, p, tile, first + s);
-        copy_commit();
+        for (int part = 0; part < WARP_STEPS; part++) loader.issue(smem + s * STAGE_BYTES, p, first + s, part);
     }
     Fragments f[2];
-    Scales scales[2];
-    if (GROUP == 0) {
-        scales[0].scale = column_pairs(p.scales, p, tile, w);
-        if (ASYMMETRIC) scales[0].delta = column_pairs(p.delta, p, tile, w);
-    }
-    copy_wait<STAGES - 1>();
+    Scales scales;
+    if (GROUP == 0) column_scales(scales, p, tile, w);
+    copy_wait<STAGES - 2>();
     __syncthreads();
-    uint32_t stage = smem;
+    uint32_t stage = smem, refill = smem + (STAGES - 1) * STAGE_BYTES;
     fetch(f[0], stage, w, 0);
-    if (GROUP != 0) fetch_scales(scales[0], stage, w, 0);
-    int slot = 0;
+    if (GROUP != 0) fetch_scales(scales, stage, w, 0);
+    uint32_t a[2][4];  // weights of this slab and the next
+    weigh(a[0], f[0].words[0], scales, 0);
+#pragma unroll 1
     for (int unit = first; unit < last; unit++) {
 #pragma unroll
         for (int step = 0; step < WARP_STEPS; step++) {
-            Scales next = scales[0];
+            loader.issue(refill, p, unit + STAGES - 1, step);
             if (step + 1 < WARP_STEPS) {
                 fetch(f[(step + 1) % 2], stage, w, step + 1);
-                if (group_begins(step + 1)) fetch_scales(next, stage, w, step + 1);
             } else {
                 copy_wait<STAGES - 2>();
                 __syncthreads();
-                if (unit + STAGES < last) load_stage(stage, p, tile, unit + STAGES);
-                copy_commit();
-                slot = slot + 1 == STAGES ? 0 : slot + 1;
-                stage = smem + slot * STAGE_BYTES;
+                refill = stage;
+                stage = stage == smem + (STAGES - 1) * STAGE_BYTES ? smem : stage + STAGE_BYTES;
                 fetch(f[(step + 1) % 2], stage, w, 0);
-                if (GROUP != 0) fetch_scales(next, stage, w, 0);
             }
-            multiply(acc, f[step % 2], scales[0]);
-            scales[0] = next;
+            const Fragments &now = f[step % 2], &then = f[(step + 1) % 2];
+#pragma unroll
+            for (int j = 0; j < SLABS; j++) {
+                const bool ends = j + 1 == SLABS;  // the next slab is the first of the next step
+                if (ends && group_begins((step + 1) % WARP_STEPS))
+                    fetch_scales(scales, stage, w, (step + 1) % WARP_STEPS);
+                multiply(acc[j], a[j % 2], now, a[(j + 1) % 2], ends ? then.words[0] : now.words[j + 1], scales,
+                         ends ? 0 : j + 1);
+            }
         }
     }
     copy_wait<0>();
@@ -235,12 +297,12 @@ using Owned = float[OWN][M_BLOCKS][4];
 __device__ __forceinline__ void sum_over_warps(Owned& own, const Accumulators& acc, uint8_t* smem, const Warp& w) {
     if constexpr (WARPS_K == 1) {
 #pragma unroll
-        for (int i = 0; i < 4 * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
+        for (int i = 0; i < SLABS * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
     } else {
         Float4* shared = reinterpret_cast<Float4*>(smem);
-        constexpr int SENT = 4 - OWN;
+        constexpr int SENT = SLABS - OWN;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < SLABS; j++) {
             if (j / OWN == w.wk) continue;
             const int at = j / OWN < w.wk ? j : j - OWN;
 #pragma unroll
@@ -346,7 +408,7 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     uint16_t* shared = reinterpret_cast<uint16_t*>(smem);
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int column = w.wn * 64 + (w.wk * OWN + j) * 16;
+        const int column = w.chunk * 64 + (w.slab + w.wk * OWN + j) * 16;
         const int n = tile.n0 + column + w.g;
         float bias[2] = {0.f, 0.f};
         if (p.bias != nullptr) {

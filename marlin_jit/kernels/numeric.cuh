@@ -35,17 +35,16 @@ struct Fp16 {
         return d;
     }
 
-    // One word of B -> the mma A fragment of q - 8, exactly:
-    // a[0] = (n = g;   k = 2t, 2t+1)   a[1] = (n = g+8; same k)   a[2], a[3] = the same rows at k + 8.
+    // Register R of the mma A fragment of q - 8, exactly, from one word of B:
+    // R = 0: (n = g; k = 2t, 2t+1)   R = 1: (n = g+8; same k)   R = 2, 3: the same columns at k + 8.
     // 0x6400 is 1024, whose last place is 1: OR-ing a nibble into bits 0..3 gives 1024 + q, into bits 4..7
     // gives 1024 + 16 q.
-    static __device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
+    template <int R>
+    static __device__ __forceinline__ uint32_t centered(uint32_t q) {
         const uint32_t minus_1032 = 0x64086408, sixteenth = 0x2c002c00, minus_72 = 0xd480d480;
-        const uint32_t upper = q >> 8;
-        a[0] = sub(mask_or<0x000f000f, 0x64006400>(q), minus_1032);
-        a[1] = sub(mask_or<0x000f000f, 0x64006400>(upper), minus_1032);
-        a[2] = fma(mask_or<0x00f000f0, 0x64006400>(q), sixteenth, minus_72);
-        a[3] = fma(mask_or<0x00f000f0, 0x64006400>(upper), sixteenth, minus_72);
+        if (R % 2) q >>= 8;
+        if (R < 2) return sub(mask_or<0x000f000f, 0x64006400>(q), minus_1032);
+        return fma(mask_or<0x00f000f0, 0x64006400>(q), sixteenth, minus_72);
     }
 
     static constexpr uint32_t ONES = 0x3c003c00;
@@ -83,12 +82,10 @@ struct Bf16 {
 
     // As Fp16::centered. bf16 has 7 mantissa bits: only a nibble in bits 0..3 can be read as 128 + q, so each of
     // the four pairs is shifted down.
-    static __device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
+    template <int R>
+    static __device__ __forceinline__ uint32_t centered(uint32_t q) {
         const uint32_t one = 0x3f803f80, minus_136 = 0xc308c308;
-        a[0] = fma(mask_or<0x000f000f, 0x43004300>(q), one, minus_136);
-        a[1] = fma(mask_or<0x000f000f, 0x43004300>(q >> 8), one, minus_136);
-        a[2] = fma(mask_or<0x000f000f, 0x43004300>(q >> 4), one, minus_136);
-        a[3] = fma(mask_or<0x000f000f, 0x43004300>(q >> 12), one, minus_136);
+        return fma(mask_or<0x000f000f, 0x43004300>(q >> (R % 2 * 8 + R / 2 * 4)), one, minus_136);
     }
 
     static constexpr uint32_t ONES = 0x3f803f80;
@@ -110,3 +107,9 @@ struct TypeOf<1> {
     using type = Bf16;
 };
 using Type = TypeOf<BF16>::type;
+
+// The whole fragment.
+__device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
+    a[0] = Type::centered<0>(q), a[1] = Type::centered<1>(q);
+    a[2] = Type::centered<2>(q), a[3] = Type::centered<3>(q);
+}

@@ -60,6 +60,9 @@ __device__ __forceinline__ Vec4 load_shared16(uint32_t from) {
                  : "r"(from));
     return v;
 }
+__device__ __forceinline__ void load_shared8(uint32_t& x, uint32_t& y, uint32_t from) {
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "r"(from));
+}
 
 // Four 8x8 matrices of 16-bit elements; lane i of each group of eight gives the address of row i.
 __device__ __forceinline__ void load_matrix4(uint32_t (&r)[4], uint32_t from) {
