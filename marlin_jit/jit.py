@@ -37,10 +37,11 @@ Defines = Mapping[str, "int | str"]
 # Bumped when the meaning of a cached file changes without its sources changing.
 _FORMAT_VERSION = 1
 _OLDEST_CAPABILITY = (8, 0)
-# CUfunction_attribute CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# CUfunction_attribute: CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES (static), ..._MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED = 1
 _MAX_DYNAMIC_SHARED = 8
-# Dynamic shared memory beyond this needs the attribute above, on every architecture.
-_DEFAULT_DYNAMIC_SHARED = 48 * 1024
+# Static and dynamic shared memory together; more dynamic memory needs the attribute, on every architecture.
+_DEFAULT_SHARED = 48 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ class Kernel:
     registers, spill_bytes, stack_bytes : int
         As in `CompiledKernel`.
     dynamic_smem : int
-        The largest dynamic shared memory, in bytes, that it has been set up for.
+        The largest dynamic shared memory, in bytes, that a launch may ask for.
     """
 
     __slots__ = (
@@ -106,7 +107,7 @@ class Kernel:
         "stack_bytes",
     )
 
-    def __init__(self, function: Any, compiled: CompiledKernel, device_id: int) -> None:
+    def __init__(self, function: Any, compiled: CompiledKernel, device_id: int, static_smem: int) -> None:
         self._function = function
         self.name = compiled.name
         self.arch = compiled.arch
@@ -114,7 +115,7 @@ class Kernel:
         self.registers = compiled.registers
         self.spill_bytes = compiled.spill_bytes
         self.stack_bytes = compiled.stack_bytes
-        self.dynamic_smem = _DEFAULT_DYNAMIC_SHARED
+        self.dynamic_smem = _DEFAULT_SHARED - static_smem
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} sm_{self.arch} on device {self.device_id}, {self.registers} registers>"
@@ -244,18 +245,18 @@ def load_kernel(
         device_id: int = cupy.cuda.runtime.getDevice()
     except RuntimeError as error:
         raise DeviceError(f"no CUDA device can be used: {error}") from error
-    memo_key = (device_id, source, name, tuple(sorted((defines or {}).items())), _root)
-    kernel = _loaded.get(memo_key)
+    macros = tuple(defines.items()) if defines else ()
+    kernel = _loaded.get((device_id, source, name, macros, _root))
     if kernel is not None and dynamic_smem <= kernel.dynamic_smem:
         return kernel
+    # The order of macros does not matter; only a first call pays for sorting them.
+    memo_key = (device_id, source, name, tuple(sorted(macros)), _root)
     with _lock_for(memo_key):
         kernel = _loaded.get(memo_key)
         if kernel is None:
-            kernel = _load_on_device(cupy, device_id, source, name, defines or {}, _root)
-            kernel._allow_dynamic_smem(dynamic_smem)
-            _loaded[memo_key] = kernel
-        else:
-            kernel._allow_dynamic_smem(dynamic_smem)
+            kernel = _load_on_device(cupy, device_id, source, name, dict(macros), _root)
+        kernel._allow_dynamic_smem(dynamic_smem)
+        _loaded[memo_key] = _loaded[device_id, source, name, macros, _root] = kernel
     return kernel
 
 
@@ -528,7 +529,8 @@ def _load_on_device(
             function = _get_function(cupy, compiled)
         except RuntimeError as again:
             raise _cannot_load(compiled, device_id, again) from again
-    return Kernel(function, compiled, device_id)
+    static_smem = cupy.cuda.driver.funcGetAttribute(_STATIC_SHARED, function.ptr)
+    return Kernel(function, compiled, device_id, static_smem)
 
 
 def _get_function(cupy: Any, compiled: CompiledKernel) -> Any:

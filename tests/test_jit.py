@@ -574,6 +574,7 @@ class FakeDriver:
         self.attributes: list[tuple[int, int, int]] = []
         self.launches: list[tuple[Any, ...]] = []
         self.capturing = False
+        self.static_smem = 0
         fake = self
 
         class Module:
@@ -600,7 +601,11 @@ class FakeDriver:
             fake.attributes.append((function, attribute, value))
 
         runtime = SimpleNamespace(getDevice=lambda: fake.device)
-        driver = SimpleNamespace(funcSetAttribute=set_attribute)
+        static_smem = {(1, Function.ptr): lambda: fake.static_smem}
+        driver = SimpleNamespace(
+            funcSetAttribute=set_attribute,
+            funcGetAttribute=lambda attribute, function: static_smem[attribute, function](),
+        )
         self.cupy = SimpleNamespace(cuda=SimpleNamespace(Module=Module, runtime=runtime, driver=driver))
 
 
@@ -631,6 +636,13 @@ def test_kernel_is_loaded_once_a_device(kernels: Path, driver: FakeDriver) -> No
     assert on_0.registers == compile_scale(kernels, "80").registers
 
 
+def test_order_of_macros_loads_nothing_new(kernels: Path, driver: FakeDriver) -> None:
+    orders: list[dict[str, int | str]] = [{"FACTOR": 2, "B": 1}, {"B": 1, "FACTOR": 2}]
+    first, second = (jit.load_kernel("scale.cu", "scale", order, _root=kernels) for order in orders)
+    assert first is second
+    assert len(driver.loads) == 1
+
+
 def test_threads_load_a_kernel_once(kernels: Path, driver: FakeDriver) -> None:
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(lambda _: load_scale(kernels), range(32)))
@@ -646,6 +658,14 @@ def test_large_shared_memory_is_set_up_once(kernels: Path, driver: FakeDriver) -
     assert driver.attributes == [(4096, 8, 100_000)]
     with pytest.raises(LaunchError, match="cannot have 300000 bytes of dynamic shared memory on device 0"):
         load_scale(kernels, dynamic_smem=300_000)
+
+
+def test_static_shared_memory_counts_too(kernels: Path, driver: FakeDriver) -> None:
+    driver.static_smem = 4096
+    load_scale(kernels, dynamic_smem=44 * 1024)
+    assert driver.attributes == []
+    load_scale(kernels, dynamic_smem=44 * 1024 + 1)
+    assert driver.attributes == [(4096, 8, 44 * 1024 + 1)]
 
 
 def test_launch_passes_everything_on_and_names_what_was_refused(kernels: Path, driver: FakeDriver) -> None:

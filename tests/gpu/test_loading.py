@@ -93,6 +93,17 @@ def test_large_dynamic_shared_memory(kernels: Path) -> None:
         load(kernels, dynamic_smem=most + 1)
 
 
+def test_static_and_dynamic_shared_memory_together(kernels: Path) -> None:
+    """Together over 48 KiB, neither of them alone."""
+    text = KERNEL.replace(
+        "extern __shared__", "__shared__ float fixed[2048]; fixed[threadIdx.x] = 0; extern __shared__"
+    )
+    text = text.replace("* factor + OFFSET", "* factor + OFFSET + fixed[threadIdx.x ^ 1]")
+    (kernels / "scale.cu").write_text(text)
+    jit._read_sources.cache_clear()
+    check(load(kernels, dynamic_smem=47 * 1024), smem=47 * 1024)
+
+
 def test_capture_after_a_first_call(kernels: Path) -> None:
     import cupy
 
