@@ -1,6 +1,6 @@
 """Time every plan that the planner considers, beside its prediction: what the cost model is fitted to.
 
-    python benchmarks/sweep.py OUT.json [--m 1,16,64] [--shape 4096x4096,...] [--group 128] [--asymmetric] [--bf16]
+python benchmarks/sweep.py OUT.json [--m 1,16,64] [--shape 4096x4096,...] [--group 128] [--asymmetric] [--bf16]
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def plan_shape(k: int, n: int, group: int) -> tuple[int, int]:
 @click.option("--bf16", is_flag=True)
 @click.option("--best", default=0, help="Time only that many plans of the best predicted; 0: all.")
 @click.option("--replays", default=5)
-def main(out: str, rows: str, shapes: str, group: int, asymmetric: bool, bf16: bool, best: int, replays: int) -> None:
+def main(
+    out: str, rows: str, shapes: str, group: int, asymmetric: bool, bf16: bool, best: int, replays: int
+) -> None:
     """Write one record a plan to OUT and print the winner of each problem beside the chosen plan."""
     import cupy
     import ml_dtypes

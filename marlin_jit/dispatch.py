@@ -39,7 +39,7 @@ SWITCH = "MARLIN_JIT_USE_MARLIN"
 """Environment variable: 0 turns the Marlin paths off, 1 (the default) on."""
 
 
-# ---- switches --------------------------------------------------------------------------------------------
+# ---- switches -------------------------------------------------------------------------------------------
 
 _enabled: bool | None = None  # None: as the environment says
 _enabled_here: ContextVar[bool | None] = ContextVar("marlin_jit_dispatch", default=None)
@@ -80,7 +80,7 @@ def dispatch_enabled() -> bool:
     return value == "1"
 
 
-# ---- what was done ---------------------------------------------------------------------------------------
+# ---- what was done --------------------------------------------------------------------------------------
 
 _taken: Counter[str] = Counter()
 _refused: dict[tuple[Any, ...], str] = {}
@@ -112,7 +112,7 @@ def _record(path: str, call: Call) -> None:
 _logged: set[str] = set()
 
 
-# ---- a call ----------------------------------------------------------------------------------------------
+# ---- a call ---------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -143,11 +143,14 @@ class Call:
 
     @cached_property
     def x_aligned(self) -> Matrix:
-        """Activations in packed row order, rows on 16-byte boundaries; copied to scratch memory only if not."""
+        """Activations in packed row order as kernels of tiles want them; copied to scratch memory only if they are not.
+
+        Rows start on 16-byte boundaries, and where K is no multiple of 8 zeros follow up to the next one.
+        """
         columns = self.weight.K
         rows = _as_rows(self.x, columns)
         if rows is not None and _perm(self.weight) is None:
-            aligned = rows.pointer % 16 == 0 and (rows.stride % 8 == 0 or self.rows == 1)
+            aligned = rows.pointer % 16 == 0 and (rows.stride % 8 == 0 or self.rows == 1) and columns % 8 == 0
             if aligned:
                 return rows
         if rows is None or _perm(self.weight) is None:
@@ -203,10 +206,12 @@ def _copied(purpose: str, array: Array, columns: int) -> Matrix:
     cupy = import_cupy()
     view = cupy.ndarray((*array.shape[:-1], matrix.stride), dtype=array.dtype, memptr=memory.data)
     view[..., :columns] = array  # one elementwise copy, whatever the strides
+    if columns < matrix.stride:
+        view[..., columns:] = 0
     return matrix
 
 
-# ---- paths -----------------------------------------------------------------------------------------------
+# ---- paths ----------------------------------------------------------------------------------------------
 
 Gates = Iterator[tuple[str, bool]]
 
@@ -325,7 +330,7 @@ TABLE = (
 )
 
 
-# ---- the public functions --------------------------------------------------------------------------------
+# ---- the public functions -------------------------------------------------------------------------------
 
 
 def matmul(
@@ -411,8 +416,10 @@ def _run(call: Call, target: Array, path: str | None) -> None:
             failure = error
             if row.name not in ("marlin", "marlin_pair") or is_capturing(import_cupy()):
                 raise
+            key = _refusal_key(row.name, call)
             with _lock:
-                new = _refused.setdefault(_refusal_key(row.name, call), str(error)) == str(error)
+                new = key not in _refused
+                _refused[key] = str(error)
             if new:
                 logger.warning("path %s is refused, the next one is taken from now on: %s", row.name, error)
             continue
@@ -484,7 +491,9 @@ def _as_array(name: str, array: Any) -> Array:
         if hasattr(array, "__cuda_array_interface__"):
             return import_cupy().asarray(array)
     except (TypeError, ValueError, BufferError) as error:
-        raise DTypeError(f"{name} ({type(array).__name__}) is no array on a GPU that CuPy can read: {error}") from error
+        raise DTypeError(
+            f"{name} ({type(array).__name__}) is no array on a GPU that CuPy can read: {error}"
+        ) from error
     raise DTypeError(f"{name} must be a NumPy, CuPy or DLPack array, got {type(array).__name__}")
 
 
@@ -533,7 +542,9 @@ class Explanation:
             lines += [f"     [{'x' if holds else ' '}] {gate}" for gate, holds in answer.gates]
         if self.plan is not None:
             macros = ", ".join(f"{name}={value}" for name, value in self.plan.build.macros)
-            lines.append(f"   {self.plan.build.name} ({macros}), grid {self.plan.grid}, {self.plan.threads} threads")
+            lines.append(
+                f"   {self.plan.build.name} ({macros}), grid {self.plan.grid}, {self.plan.threads} threads"
+            )
         return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
     return Problem(rows, padded_k, padded_n, weight.group_size, asymmetric, weight.dtype == BFLOAT16)
 
 
-# ---- the Marlin GEMM -------------------------------------------------------------------------------------
+# ---- the Marlin GEMM ------------------------------------------------------------------------------------
 
 
 def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bias: Any, out: Matrix) -> None:
@@ -64,7 +64,8 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
     plan : Plan
         For these rows and this weight.
     x : Matrix [M, K]
-        Address and row stride multiples of 16 bytes.
+        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the next one are
+        zero.
     delta : cupy.ndarray or None
         ``weight.delta16``, or None for the symmetric product. The plan's build must say the same.
     bias : cupy.ndarray [N] or None
@@ -83,13 +84,13 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
         tail = (_i32(plan.split_tiles), *tail)
     args = (
         *(x.pointer, x.stride, weight.B, weight.scales, delta, bias, out.pointer, out.stride),
-        *(_i32(x.rows), _i32(weight.N), _i32(weight.K), _i32(padded_n), _i32(padded_k)),
+        *(_i32(x.rows), _i32(weight.N), _i32(-(-weight.K // 8) * 8), _i32(padded_n), _i32(padded_k)),
         *tail,
     )
     kernel(plan.grid, (plan.threads,), args, plan.smem)
 
 
-# ---- the correction pair ---------------------------------------------------------------------------------
+# ---- the correction pair --------------------------------------------------------------------------------
 
 
 def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
@@ -116,7 +117,7 @@ def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     kernel(grid, (128,), args)
 
 
-# ---- scalar kernels --------------------------------------------------------------------------------------
+# ---- scalar kernels -------------------------------------------------------------------------------------
 
 
 def native(x: Matrix, weight: MarlinWeight | QuantWeight, bias: Any, out: Matrix) -> None:
@@ -145,10 +146,10 @@ def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
 
 
 def gather(x: Matrix, order: Array, out: Matrix) -> None:
-    """``out[:, i] = x[:, order[i]]``."""
+    """``out[:, i] = x[:, order[i]]``; what is left of a row's stride becomes zero."""
     kernel = _kernel(_GATHER)
     args = (x.pointer, x.stride, order, out.pointer, out.stride, _i32(x.rows), _i32(x.columns))
-    kernel((-(-x.columns // 256), min(x.rows, _MAX_GRID_Y)), (256,), args)
+    kernel((-(-out.stride // 256), min(x.rows, _MAX_GRID_Y)), (256,), args)
 
 
 def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -163,7 +164,7 @@ def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...],
     return pointers, (_i32(columns), _i32(weight.groups), _i32(size))
 
 
-# ---- builds ----------------------------------------------------------------------------------------------
+# ---- builds ---------------------------------------------------------------------------------------------
 
 
 def _scalar_build(source: str, name: str, packed: bool, bfloat16: bool) -> Build:
@@ -231,5 +232,5 @@ def _kernel(build: Build, smem: int = 0) -> Kernel:
     return load_kernel(build.source, build.name, _defines(build), dynamic_smem=smem)
 
 
-def _i32(value: int) -> np.int32:
-    return np.int32(value)
+def _i32(value: int) -> Any:
+    return np.int32(value)  # CuPy passes Python integers as 64 bits

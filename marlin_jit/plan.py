@@ -92,7 +92,7 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# ---- marlin_gemm (marlin.cu): any M ------------------------------------------------------------------------------
+# ---- marlin_gemm (marlin.cu): any M ---------------------------------------------------------------------
 
 _SYSTEM_SMEM = 1024  # bytes of shared memory that CUDA keeps a block
 _MAX_STAGES = 6
@@ -107,10 +107,8 @@ class GemmTile:
     ----------
     m_tile : int
         Rows.
-    slabs : int
-        Slabs of 16 columns that a warp takes: 2 or 4.
     warps_n, warps_k : int
-        Warps along N, and warps that share a stage's k.
+        Warps along N (64 columns each), and warps that share a stage's k.
     k_stage : int
         k of a stage.
     blocks : int
@@ -118,7 +116,6 @@ class GemmTile:
     """
 
     m_tile: int
-    slabs: int
     warps_n: int
     warps_k: int
     k_stage: int
@@ -126,7 +123,7 @@ class GemmTile:
 
     @property
     def n_tile(self) -> int:
-        return 16 * self.slabs * self.warps_n
+        return CHUNK_N * self.warps_n
 
     @property
     def threads(self) -> int:
@@ -141,7 +138,7 @@ class GemmTile:
     @property
     def sums_bytes(self) -> int:
         """Shared memory in which the warps of a chunk add their sums, or the tile leaves: the larger."""
-        sent = self.slabs - self.slabs // self.warps_k
+        sent = 4 - 4 // self.warps_k  # slabs of 16 columns that a warp gives away
         exchange = self.threads * sent * (self.m_tile // 8) * 16
         return max(exchange, self.m_tile * (self.n_tile + 8) * 2)
 
@@ -152,13 +149,13 @@ class GemmTile:
 
 
 GEMM_TILES = (
-    GemmTile(16, 4, 4, 1, 64, 4),
-    GemmTile(16, 4, 2, 2, 128, 4),
-    GemmTile(32, 4, 4, 1, 64, 3),
-    GemmTile(32, 4, 2, 2, 64, 3),
-    GemmTile(64, 4, 4, 1, 64, 2),
-    GemmTile(64, 4, 2, 2, 64, 2),
-    GemmTile(128, 2, 4, 1, 64, 2),
+    GemmTile(16, 2, 2, 128, 4),
+    GemmTile(32, 2, 2, 64, 3),
+    GemmTile(32, 2, 2, 128, 3),
+    GemmTile(64, 2, 2, 64, 2),
+    GemmTile(64, 2, 2, 128, 2),
+    GemmTile(64, 4, 1, 64, 2),
+    GemmTile(64, 4, 1, 128, 2),
 )
 
 
@@ -181,7 +178,6 @@ def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
         (
             *_type_macros(problem),
             ("M_TILE", tile.m_tile),
-            ("SLABS", tile.slabs),
             ("WARPS_N", tile.warps_n),
             ("WARPS_K", tile.warps_k),
             ("K_STAGE", tile.k_stage),
@@ -237,7 +233,8 @@ def _schedules(tiles: int, units: int, slots: int) -> Iterator[tuple[int, int]]:
     rest = tiles % slots
     if tiles > slots:
         if rest:
-            yield slots, rest + slots  # the ragged wave and one more, dealt out evenly: at most 3 blocks a tile
+            # The ragged wave and one more, dealt out evenly: at most three blocks share a tile.
+            yield slots, rest + slots
         return
     for split in (2, 3, 4, 6, 8, 12, 16):
         if tiles * split <= slots and split <= units:
@@ -246,17 +243,16 @@ def _schedules(tiles: int, units: int, slots: int) -> Iterator[tuple[int, int]]:
         yield slots, tiles
 
 
-# ---- marlin_decode (decode.cu): few rows --------------------------------------------------------------------------
+# ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
 
 DECODE_BLOCK_K = 128
-DECODE_MAX_M = 16
+DECODE_MAX_M = 8
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     """The shape of a block's work in decode.cu: chunks of 64 columns, warps along k, blocks an SM."""
 
-    m_blocks: int
     chunks: int
     k_warps: int
     blocks: int
@@ -268,26 +264,16 @@ class DecodeShape:
     def smem(self, group_size: int, asymmetric: bool) -> int:
         """The warps' buffers of activations and scales, or the exchange of sums: the larger."""
         scales = 0 if group_size == -1 else DECODE_BLOCK_K // group_size * 128 * (2 if asymmetric else 1)
-        buffers = 2 * (8 * self.m_blocks * (DECODE_BLOCK_K * 2 + 16) + scales)
-        return self.chunks * self.k_warps * max(buffers, 8 * self.m_blocks * 68 * 4)
+        buffers = 2 * (DECODE_MAX_M * (DECODE_BLOCK_K * 2 + 16) + scales)
+        return self.chunks * self.k_warps * max(buffers, DECODE_MAX_M * 68 * 4)
 
 
 DECODE_SHAPES = (
-    DecodeShape(1, 1, 8, 1),
-    DecodeShape(1, 2, 4, 1),
-    DecodeShape(1, 1, 8, 2),
-    DecodeShape(1, 2, 4, 2),
-    DecodeShape(1, 4, 2, 2),
-    DecodeShape(1, 1, 4, 4),
-    DecodeShape(1, 1, 4, 3),
-    DecodeShape(1, 2, 8, 1),
-    DecodeShape(1, 4, 4, 1),
-    DecodeShape(1, 1, 12, 1),
-    DecodeShape(2, 1, 8, 1),
-    DecodeShape(2, 2, 4, 1),
-    DecodeShape(2, 1, 4, 3),
-    DecodeShape(2, 2, 6, 1),
-    DecodeShape(2, 1, 12, 1),
+    DecodeShape(1, 8, 2),
+    DecodeShape(2, 4, 2),
+    DecodeShape(1, 6, 2),
+    DecodeShape(2, 3, 2),
+    DecodeShape(1, 12, 1),
 )
 
 
@@ -298,7 +284,6 @@ def decode_build(shape: DecodeShape, problem: Problem) -> Build:
         "marlin_decode",
         (
             *_type_macros(problem),
-            ("M_BLOCKS", shape.m_blocks),
             ("CHUNKS", shape.chunks),
             ("K_WARPS", shape.k_warps),
             ("MIN_BLOCKS", shape.blocks),
@@ -329,8 +314,6 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m > DECODE_MAX_M:
         return
     for shape in DECODE_SHAPES:
-        if shape.m_blocks != _ceil_div(problem.m, 8):
-            continue
         for split in (1, 2, 3, 4, 6, 8):
             if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
                 continue
@@ -339,7 +322,7 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
                 yield plan
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
+# ---- the model ------------------------------------------------------------------------------------------
 
 _CLOCK = 1.7e3  # SM clocks a microsecond under load
 _LAUNCH = 2.5  # microseconds from launch to the first data, and from the last data to the end
@@ -388,7 +371,7 @@ def _decode_microseconds(
     # Units of 64 columns x 128 k on the busiest SM; each costs about 160 clocks of it for eight rows.
     resident = min(shape.blocks, _ceil_div(blocks, limits.sm_count))
     units = waves * resident * shape.chunks * shape.k_warps * _ceil_div(k_blocks, warps_k)
-    compute = units * (160 if shape.m_blocks == 1 else 250) / _CLOCK
+    compute = units * 160 / _CLOCK
     uneven = _ceil_div(k_blocks, warps_k) * warps_k / k_blocks
     exchange = 0.3 if split == 1 else 1.7
     return _LAUNCH + max(compute, _stream_microseconds(problem) * uneven) + exchange

@@ -1,4 +1,4 @@
-// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for few rows (M <= 8 * M_BLOCKS), bound by reading W once.
+// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 8, bound by reading W once.
 //
 // What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
 // group the mma adds exact integers q - 8 times A, then acc += scale * sum (+ delta * group sum of A, which one more
@@ -10,10 +10,10 @@
 // block's activations and scales lie in a small buffer of the warp's own in shared memory, two blocks deep.
 //
 // How work is cut. A thread block is CHUNKS columns of warps times K_WARPS shares of k; gridDim.y blocks split k
-// further. Sums over warps go through shared memory, sums over blocks through `partials`, both in ascending k; the
+// further. Sums over warps go through shared memory, sums over blocks through `partials`, both in a fixed order; the
 // block that arrives last adds and leaves the counter at zero.
 //
-// Build constants: BF16, M_BLOCKS (1, 2), CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column),
+// Build constants: BF16, CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column),
 // ASYMMETRIC (0, 1), MIN_BLOCKS.
 #include "layout.cuh"
 #include "numeric.cuh"
@@ -21,7 +21,7 @@
 constexpr int THREADS = 32 * CHUNKS * K_WARPS;
 constexpr int BLOCK_K = 128;
 constexpr int STEPS = BLOCK_K / 16;
-constexpr int ROWS = 8 * M_BLOCKS;
+constexpr int ROWS = 8;
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : BLOCK_K / (GROUP == 0 ? 1 : GROUP);
 constexpr int GROUP_STEPS = GROUP == 0 ? STEPS : GROUP / 16;
 
@@ -41,60 +41,47 @@ __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool
 }
 
 // One lane's share of the copies into its warp's buffer, a k-block at a time: activations (two rows of 256 bytes a
-// pass; rows from M on were zeroed once, k from K on arrives as zeros), then scales and deltas (eight lanes a row;
+// pass; rows from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and deltas (eight lanes a row;
 // rows past the last group meet zero activations, so any finite one will do).
 struct Loader {
     const uint8_t* a;  // of the next block
-    int64_t a_pass;    // bytes between passes
-    int rows_left, k_left;
-    int group, last_group, padded_n;
-    const uint16_t *scales, *delta;
-    uint32_t a_to, s_to;
+    int k_left;
+    int group, column;  // of the next block's scales
 
-    __device__ __forceinline__ void issue(uint32_t buffer) {
-        const int bytes = max(0, min(16, 2 * k_left));
+    __device__ __forceinline__ void issue(uint32_t buffer, int lane, int m, int64_t lda, const uint16_t* scales,
+                                          const uint16_t* delta, int padded_n, int last_group) {
+        const uint32_t a_to = buffer + lane / 16 * A_PITCH + lane % 16 * 16, s_to = buffer + S_AT + lane * 16;
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++)
-            if (2 * i < rows_left) copy_async16(buffer + a_to + i * (2 * A_PITCH), a + i * a_pass, bytes);
+            if (2 * i + lane / 16 < m) copy_async16(a_to + i * (2 * A_PITCH), a + i * (4 * lda), k_left > 0 ? 16 : 0);
         a += BLOCK_K * 2, k_left -= BLOCK_K;
-        if (SCALE_ROWS > 0 && s_to < SCALE_ROWS * 128) {
-            const int64_t at = static_cast<int64_t>(min(group, last_group)) * padded_n;
-            copy_async16(buffer + S_AT + s_to, scales + at, 16);
-            if (ASYMMETRIC) copy_async16(buffer + D_AT + s_to, delta + at, 16);
+        if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
+            const int64_t at = static_cast<int64_t>(min(group, last_group)) * padded_n + column;
+            copy_async16(s_to, scales + at, 16);
+            if (ASYMMETRIC) copy_async16(s_to + (D_AT - S_AT), delta + at, 16);
             group += SCALE_ROWS;
         }
         copy_commit();
     }
 };
 
-using Sums = float[4][M_BLOCKS][4];  // [slab j][row block][fragment], as in marlin.cu
+using Sums = float[4][4];  // [slab j][fragment], as in marlin.cu
 
-__device__ __forceinline__ void add_scaled(Sums& acc, const float (&sum)[4][M_BLOCKS][4], const uint32_t (&pair)[4]) {
+__device__ __forceinline__ void add_scaled(Sums& acc, const Sums& sum, const uint32_t (&pair)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
-#pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++) {
-            acc[j][mb][0] += low * sum[j][mb][0], acc[j][mb][1] += low * sum[j][mb][1];
-            acc[j][mb][2] += high * sum[j][mb][2], acc[j][mb][3] += high * sum[j][mb][3];
-        }
+        acc[j][0] += low * sum[j][0], acc[j][1] += low * sum[j][1];
+        acc[j][2] += high * sum[j][2], acc[j][3] += high * sum[j][3];
     }
 }
-__device__ __forceinline__ void add_correction(Sums& acc, const float (&a_sum)[M_BLOCKS][4], const uint32_t (&pair)[4]) {
+__device__ __forceinline__ void add_correction(Sums& acc, const float (&a_sum)[4], const uint32_t (&pair)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
-#pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++) {
-            acc[j][mb][0] += low * a_sum[mb][0], acc[j][mb][1] += low * a_sum[mb][1];
-            acc[j][mb][2] += high * a_sum[mb][0], acc[j][mb][3] += high * a_sum[mb][1];
-        }
+        acc[j][0] += low * a_sum[0], acc[j][1] += low * a_sum[1];
+        acc[j][2] += high * a_sum[0], acc[j][3] += high * a_sum[1];
     }
-}
-// The pairs (n = 16j+g, n + 8) of a row in shared memory.
-__device__ __forceinline__ void row_pairs(uint32_t (&pair)[4], uint32_t row, int g) {
-    const Vec4 v = load_shared16(row + g * 16);
-    pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
 }
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
@@ -117,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int groups = GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP);
 
     Sums acc = {};
-    float a_sum[M_BLOCKS][4] = {};
+    float a_sum[4] = {};
     if (first < last) {
         Vec4 w[STEPS] = {};
 #pragma unroll
@@ -125,18 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_stream16_if(w[i], next_w, i < STEPS / 2 || !(half_tail && first + 1 == blocks));
         Loader loader = {
             reinterpret_cast<const uint8_t*>(a + lane / 16 * lda + first * BLOCK_K + lane % 16 * 8),
-            4 * lda,
-            m - lane / 16,
             k - first * BLOCK_K - lane % 16 * 8,
             first * SCALE_ROWS + lane / 8,
-            groups - 1,
-            padded_n,
-            scales + chunk * 64 + lane % 8 * 8,
-            delta + chunk * 64 + lane % 8 * 8,
-            static_cast<uint32_t>(lane / 16 * A_PITCH + lane % 16 * 16),
-            static_cast<uint32_t>(lane * 16),
+            chunk * 64 + lane % 8 * 8,
         };
-        loader.issue(mine);
+        loader.issue(mine, lane, m, lda, scales, delta, padded_n, groups - 1);
         for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
             const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
             uint8_t* to = smem + (2 * warp + i / (ROWS * (A_PITCH / 16))) * BUFFER + at;
@@ -144,12 +124,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
 
         uint32_t buffer = 0;
-        float sum[4][M_BLOCKS][4] = {};
+        Sums sum = {};
         for (int block = first; block < last; block++) {
             const bool more = block + 1 < last;
             __syncwarp();  // everybody has left the buffer that is filled next
             if (more)
-                loader.issue(mine + (buffer ^ 1) * BUFFER);
+                loader.issue(mine + (buffer ^ 1) * BUFFER, lane, m, lda, scales, delta, padded_n, groups - 1);
             else
                 copy_commit();
             const bool more_upper = more && !(half_tail && block + 2 == blocks);
@@ -159,39 +139,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
 #pragma unroll
             for (int step = 0; step < STEPS; step += 2) {
-                uint32_t f[M_BLOCKS][4];  // {b0, b1} of step, {b0, b1} of step + 1
-#pragma unroll
-                for (int mb = 0; mb < M_BLOCKS; mb++) load_matrix4(f[mb], from + mb * 8 * A_PITCH + step * 32);
+                uint32_t f[4];  // {b0, b1} of step, {b0, b1} of step + 1
+                load_matrix4(f, from + step * 32);
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const uint32_t q[4] = {w[step + e].x, w[step + e].y, w[step + e].z, w[step + e].w};
-                    uint32_t codes[4][4];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) centered(codes[j], q[j]);
+                    for (int j = 0; j < 4; j++) {
+                        uint32_t codes[4];
+                        centered(codes, q[j]);
+                        Type::mma(sum[j], codes, f[2 * e], f[2 * e + 1]);
+                    }
                     load_stream16_if(w[step + e], next_w, step < STEPS / 2 ? more : more_upper);
                     next_w += row_bytes;
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-#pragma unroll
-                        for (int mb = 0; mb < M_BLOCKS; mb++)
-                            Type::mma(sum[j][mb], codes[j], f[mb][2 * e], f[mb][2 * e + 1]);
                     if (ASYMMETRIC) {
                         const uint32_t ones[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
-#pragma unroll
-                        for (int mb = 0; mb < M_BLOCKS; mb++) Type::mma(a_sum[mb], ones, f[mb][2 * e], f[mb][2 * e + 1]);
+                        Type::mma(a_sum, ones, f[2 * e], f[2 * e + 1]);
                     }
                 }
                 if (GROUP != 0 && (step + 2) % GROUP_STEPS == 0) {
                     uint32_t pair[4];
-                    row_pairs(pair, here + S_AT + step / GROUP_STEPS * 128, g);
+                    load_shared16(pair, here + S_AT + step / GROUP_STEPS * 128 + g * 16);
                     add_scaled(acc, sum, pair);
 #pragma unroll
-                    for (int i = 0; i < 16 * M_BLOCKS; i++) (&sum[0][0][0])[i] = 0.f;
+                    for (int i = 0; i < 16; i++) (&sum[0][0])[i] = 0.f;
                     if (ASYMMETRIC) {
-                        row_pairs(pair, here + D_AT + step / GROUP_STEPS * 128, g);
+                        load_shared16(pair, here + D_AT + step / GROUP_STEPS * 128 + g * 16);
                         add_correction(acc, a_sum, pair);
 #pragma unroll
-                        for (int i = 0; i < 4 * M_BLOCKS; i++) (&a_sum[0][0])[i] = 0.f;
+                        for (int i = 0; i < 4; i++) a_sum[i] = 0.f;
                     }
                 }
             }
@@ -208,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    // Sum over the block's warps, then over the blocks of one column of the grid, in ascending k.
+    // Sum over the block's warps, then over the blocks of one column of the grid, in ascending order.
     copy_wait<0>();
     __syncthreads();
     float* shared = reinterpret_cast<float*>(smem);  // [k_warp][chunk][row][SUM_PITCH]
@@ -216,10 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                shared[warp * CHUNK_FLOATS + (8 * mb + 2 * t + i % 2) * SUM_PITCH + 16 * j + g + 8 * (i / 2)] = acc[j][mb][i];
+        for (int i = 0; i < 4; i++)
+            shared[warp * CHUNK_FLOATS + (2 * t + i % 2) * SUM_PITCH + 16 * j + g + 8 * (i / 2)] = acc[j][i];
     __syncthreads();
 
     constexpr int TILE_N = 64 * CHUNKS;

@@ -4,9 +4,9 @@
 // (16 columns n x 16 rows k) and activations are the B operand, eight rows m at a time. Weights become
 // (q - 8) * scale + delta in the activation type; products are accumulated in float32.
 //
-// Who holds what. A block owns a tile of M_TILE rows x TILE_N columns. Its warps stand in a grid: warp (wn, wk) takes
-// SLABS slabs of 16 columns (a chunk of 64, or half of one) and, in every stage, the wk-th share of the stage's k. Lane
-// (g = lane / 4, t = lane % 4) holds for each slab j and every 8-row block mb
+// Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * WARPS_N columns. Its warps stand in a grid:
+// warp (wn, wk) takes the 64 columns of chunk wn and, in every stage, the wk-th share of the stage's k. Lane
+// (g = lane / 4, t = lane % 4) holds for its chunk's four 16-column slabs j and every 8-row block mb
 //     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
 //
 // How work is cut. A unit is K_STAGE of one tile's k. The units of the first `split_tiles` tiles are dealt out evenly
@@ -14,27 +14,25 @@
 // Of the blocks that share a tile the one that arrives last adds all their float32 partial sums, always in ascending
 // k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
 //
-// Build constants: BF16, M_TILE (16, 32, 64, 128), SLABS (16-column slabs a warp: 2, 4), WARPS_N, WARPS_K (1, 2),
-// K_STAGE (64, 128), STAGES, GROUP (32, 64, 128; 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an
-// SM, bounds the registers).
+// Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64, 128;
+// 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an SM, bounds the registers).
 #include "layout.cuh"
 #include "numeric.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE_N = 16 * SLABS * WARPS_N;
-constexpr int CHUNKS = TILE_N / 64;
+constexpr int TILE_N = 64 * WARPS_N;
 constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WARP_STEPS = STEPS / WARPS_K;  // of them, each warp's
-constexpr int OWN = SLABS / WARPS_K;         // slabs a warp finishes after the sum over wk
+constexpr int OWN = 4 / WARPS_K;         // slabs a warp finishes after the sum over wk
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP : 1);
 static_assert(WARP_STEPS % 2 == 0, "fragments alternate between two register sets");
 
 // A stage in shared memory: activations as K_STAGE/64 blocks of [M_TILE][64] whose 16-byte columns are XOR-swizzled by
 // the row (so that ldmatrix meets no bank conflict), weights as [step][chunk][lane], then scales and delta rows.
 constexpr int A_BYTES = M_TILE * K_STAGE * 2;
-constexpr int W_BYTES = STEPS * CHUNKS * 512;
+constexpr int W_BYTES = STEPS * WARPS_N * 512;
 constexpr int S_BYTES = SCALE_ROWS * TILE_N * 2;
 constexpr int W_AT = A_BYTES;
 constexpr int S_AT = W_AT + W_BYTES;
@@ -73,10 +71,12 @@ __device__ __forceinline__ Tile tile_at(int index, const Problem& p) {
 
 // One thread's share of the copies of a tile. Addresses advance by a stage at a time; what is out of range is not
 // read but zero-filled, except columns of W and scales past the last chunk: they repeat it, and are never stored.
+// K counts the activations' columns rounded up to 8 (the launcher sees to it that those past the true K are zero): a
+// copy of fewer than 16 bytes costs a dozen more instructions.
 struct Loader {
     static constexpr int A_PASSES = A_BYTES / 16 / THREADS, W_PASSES = W_BYTES / 16 / THREADS;
     static constexpr int A_ROWS = THREADS / 8;                // rows of A a pass
-    static constexpr int W_ROWS = THREADS / (32 * CHUNKS);    // k16 rows of W a pass
+    static constexpr int W_ROWS = THREADS / (32 * WARPS_N);    // k16 rows of W a pass
     static constexpr int PASSES_A_BLOCK = M_TILE / A_ROWS;    // passes over 64 columns of A
     static constexpr int S_PIECES = SCALE_ROWS * TILE_N / 8;  // one a thread
     static_assert(A_PASSES * THREADS * 16 == A_BYTES && W_PASSES * THREADS * 16 == W_BYTES, "whole passes only");
@@ -98,7 +98,7 @@ struct Loader {
         rows_left = p.m - tile.m0 - row, k_left = p.k - k0 - column * 8;
         a_to = row * 128 + ((column ^ (row & 7)) << 4);
 
-        const int k16 = k0 / 16 + thread / (32 * CHUNKS), within = thread % (32 * CHUNKS);
+        const int k16 = k0 / 16 + thread / (32 * WARPS_N), within = thread % (32 * WARPS_N);
         const int n = min(tile.n0 + within / 32 * 64, p.padded_n - 64);
         w = p.b + static_cast<int64_t>(k16) * (2 * p.padded_n) + 2 * n + within % 32 * 4;
         w_pass = static_cast<int64_t>(p.padded_n) * (8 * W_ROWS);
@@ -110,39 +110,32 @@ struct Loader {
         stages_left = last - first;
     }
 
-    // Part `part` of WARP_STEPS of the copies of the next stage, so that they can be issued between multiplications.
-    __device__ __forceinline__ void issue(uint32_t stage, const Problem& p, int unit, int part) {
+    __device__ __forceinline__ void issue(uint32_t stage, const Problem& p, int unit) {
         const bool live = stages_left > 0;
-        const int k_bytes = live ? max(0, min(16, 2 * k_left)) : 0;
 #pragma unroll
         for (int i = 0; i < A_PASSES; i++) {
-            if (i * WARP_STEPS / A_PASSES != part) continue;
             const int block = i / PASSES_A_BLOCK, pass = i % PASSES_A_BLOCK;
-            const int bytes = block == 0 ? k_bytes : (live ? max(0, min(16, 2 * (k_left - 64 * block))) : 0);
+            const bool inside = live && 64 * block < k_left && pass * A_ROWS < rows_left;
             copy_async16(stage + a_to + block * (M_TILE * 128) + pass * (A_ROWS * 128),
-                         reinterpret_cast<const uint8_t*>(a) + block * 128 + pass * a_pass,
-                         pass * A_ROWS < rows_left ? bytes : 0);
+                         reinterpret_cast<const uint8_t*>(a) + block * 128 + pass * a_pass, inside ? 16 : 0);
         }
 #pragma unroll
         for (int i = 0; i < W_PASSES; i++) {
-            if (i * WARP_STEPS / W_PASSES != part) continue;
             const bool inside = live && (K_STAGE == 64 || i * W_ROWS < k16_left);
             copy_async16(stage + w_to + i * (THREADS * 16), reinterpret_cast<const uint8_t*>(w) + i * w_pass,
                          inside ? 16 : 0);
         }
-        if (GROUP != 0 && part == WARP_STEPS - 1 && (S_PIECES == THREADS || threadIdx.x < S_PIECES)) {
+        if (GROUP != 0 && (S_PIECES == THREADS || threadIdx.x < S_PIECES)) {
             const int group = unit * K_STAGE / (GROUP == 0 ? 1 : GROUP) + scale_row;
             const bool inside = live && group * GROUP < p.padded_k;
             const int64_t at = static_cast<int64_t>(group) * p.padded_n + scale_at;
             copy_async16(stage + S_AT + threadIdx.x * 16, p.scales + at, inside ? 16 : 0);
             if (ASYMMETRIC) copy_async16(stage + D_AT + threadIdx.x * 16, p.delta + at, inside ? 16 : 0);
         }
-        if (part == WARP_STEPS - 1) {
-            copy_commit();
-            a += K_STAGE, k_left -= K_STAGE;
-            w += STEPS / W_ROWS * (w_pass / 4), k16_left -= STEPS;
-            stages_left--;
-        }
+        copy_commit();
+        a += K_STAGE, k_left -= K_STAGE;
+        w += STEPS / W_ROWS * (w_pass / 4), k16_left -= STEPS;
+        stages_left--;
     }
 };
 
@@ -150,42 +143,31 @@ struct Loader {
 
 struct Warp {
     int lane, g, t, wn, wk;
-    int chunk, slab;  // chunk of the tile, and first slab in it
-    uint32_t a_at;    // this lane's ldmatrix address in a stage, at its warp's first step
-    uint32_t w_at, s_at;
+    uint32_t a_at;        // this lane's ldmatrix address in a stage, at its warp's first step
+    uint32_t w_at, s_at;  // its word vector there, and its scales in the stage's first row
     __device__ __forceinline__ Warp() {
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const int warp = threadIdx.x / 32;
         wn = warp % WARPS_N, wk = warp / WARPS_N;
-        chunk = wn * SLABS / 4, slab = wn * SLABS % 4;
         // Matrices in lane order: (m 0-7, k 0-7), (m 0-7, k 8-15), (m 8-15, k 0-7), (m 8-15, k 8-15).
         const int row = (lane & 7) + ((lane >> 4) << 3), column = (lane >> 3) & 1;
         const int first = wk * WARP_STEPS;
         a_at = (first / 4) * (M_TILE * 128) + row * 128 + ((column ^ (row & 7) ^ (2 * (first % 4))) << 4);
-        w_at = W_AT + ((first * CHUNKS + chunk) * 32 + lane) * 16 + slab * 4;
-        s_at = S_AT + chunk * 128 + g * 16 + slab * 4;
+        w_at = W_AT + ((first * WARPS_N + wn) * 32 + lane) * 16;
+        s_at = S_AT + wn * 128 + g * 16;
     }
 };
 
 struct Fragments {
-    uint32_t words[SLABS];       // one k16 of each slab
+    uint32_t words[4];           // one k16 of each slab
     uint32_t b[M_TILE / 16][4];  // {b0, b1} of two 8-row blocks
 };
 struct Scales {  // for each slab the pair (n = 16j+g, n + 8)
-    uint32_t scale[SLABS], delta[SLABS];
+    uint32_t scale[4], delta[4];
 };
 
-__device__ __forceinline__ void load_shared(uint32_t (&to)[SLABS], uint32_t from) {
-    if constexpr (SLABS == 4) {
-        const Vec4 v = load_shared16(from);
-        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-    } else {
-        load_shared8(to[0], to[1], from);
-    }
-}
-
 __device__ __forceinline__ void fetch(Fragments& f, uint32_t stage, const Warp& w, int step) {
-    load_shared(f.words, stage + w.w_at + step * (CHUNKS * 512));
+    load_shared16(f.words, stage + w.w_at + step * (WARPS_N * 512));
 #pragma unroll
     for (int i = 0; i < M_TILE / 16; i++)
         load_matrix4(f.b[i], stage + (step / 4) * (M_TILE * 128) + i * 2048 + (w.a_at ^ ((step % 4) << 5)));
@@ -195,24 +177,18 @@ __device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (s
 
 __device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Warp& w, int step) {
     const int row = SCALE_ROWS > 1 ? (w.wk * WARP_STEPS + step) * 16 / (GROUP == 0 ? 1 : GROUP) : 0;
-    load_shared(s.scale, stage + w.s_at + row * (TILE_N * 2));
-    if (ASYMMETRIC) load_shared(s.delta, stage + w.s_at + (D_AT - S_AT) + row * (TILE_N * 2));
+    load_shared16(s.scale, stage + w.s_at + row * (TILE_N * 2));
+    if (ASYMMETRIC) load_shared16(s.delta, stage + w.s_at + (D_AT - S_AT) + row * (TILE_N * 2));
 }
 
 // One group a column: read once a tile, straight from global memory.
 __device__ __forceinline__ void column_scales(Scales& s, const Problem& p, const Tile& tile, const Warp& w) {
-    const int n = min(tile.n0 + w.chunk * 64, p.padded_n - 64);
-    uint32_t scale[4], delta[4];
-    slab_pairs(scale, p.scales + n, w.g, true);
-    if (ASYMMETRIC) slab_pairs(delta, p.delta + n, w.g, true);
-#pragma unroll
-    for (int j = 0; j < SLABS; j++) {
-        s.scale[j] = SLABS == 4 || w.slab == 0 ? scale[j] : scale[(j + 2) % 4];
-        if (ASYMMETRIC) s.delta[j] = SLABS == 4 || w.slab == 0 ? delta[j] : delta[(j + 2) % 4];
-    }
+    const int n = min(tile.n0 + w.wn * 64, p.padded_n - 64);
+    slab_pairs(s.scale, p.scales + n, w.g, true);
+    if (ASYMMETRIC) slab_pairs(s.delta, p.delta + n, w.g, true);
 }
 
-using Accumulators = float[SLABS][M_BLOCKS][4];
+using Accumulators = float[4][M_BLOCKS][4];
 
 // Register R of a slab's weights: (q - 8) * scale (+ delta). Registers 0 and 2 are column n = g, 1 and 3 are n = g + 8.
 template <int R>
@@ -240,16 +216,13 @@ __device__ __forceinline__ void multiply(float (&acc)[M_BLOCKS][4], const uint32
     }
 }
 
-// Adds units [first, last) of a tile to acc. While a stage is multiplied, the slot of the stage before it is refilled,
-// a part a step; fragments of the next step are fetched before the current step is multiplied.
+// Adds units [first, last) of a tile to acc. While a stage is multiplied, the slot of the stage before it is refilled;
+// fragments of the next step are fetched before the current step is multiplied.
 __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, const Problem& p, const Tile& tile,
                                           const Warp& w, int first, int last) {
     Loader loader(p, tile, first, last);
 #pragma unroll 1
-    for (int s = 0; s < STAGES - 1; s++) {
-#pragma unroll
-        for (int part = 0; part < WARP_STEPS; part++) loader.issue(smem + s * STAGE_BYTES, p, first + s, part);
-    }
+    for (int s = 0; s < STAGES - 1; s++) loader.issue(smem + s * STAGE_BYTES, p, first + s);
     Fragments f[2];
     Scales scales;
     if (GROUP == 0) column_scales(scales, p, tile, w);
@@ -262,9 +235,9 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
     weigh(a[0], f[0].words[0], scales, 0);
 #pragma unroll 1
     for (int unit = first; unit < last; unit++) {
+        loader.issue(refill, p, unit + STAGES - 1);
 #pragma unroll
         for (int step = 0; step < WARP_STEPS; step++) {
-            loader.issue(refill, p, unit + STAGES - 1, step);
             if (step + 1 < WARP_STEPS) {
                 fetch(f[(step + 1) % 2], stage, w, step + 1);
             } else {
@@ -276,8 +249,8 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
             }
             const Fragments &now = f[step % 2], &then = f[(step + 1) % 2];
 #pragma unroll
-            for (int j = 0; j < SLABS; j++) {
-                const bool ends = j + 1 == SLABS;  // the next slab is the first of the next step
+            for (int j = 0; j < 4; j++) {
+                const bool ends = j + 1 == 4;  // the next slab is the first of the next step
                 if (ends && group_begins((step + 1) % WARP_STEPS))
                     fetch_scales(scales, stage, w, (step + 1) % WARP_STEPS);
                 multiply(acc[j], a[j % 2], now, a[(j + 1) % 2], ends ? then.words[0] : now.words[j + 1], scales,
@@ -297,12 +270,12 @@ using Owned = float[OWN][M_BLOCKS][4];
 __device__ __forceinline__ void sum_over_warps(Owned& own, const Accumulators& acc, uint8_t* smem, const Warp& w) {
     if constexpr (WARPS_K == 1) {
 #pragma unroll
-        for (int i = 0; i < SLABS * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
+        for (int i = 0; i < 4 * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
     } else {
         Float4* shared = reinterpret_cast<Float4*>(smem);
-        constexpr int SENT = SLABS - OWN;
+        constexpr int SENT = 4 - OWN;
 #pragma unroll
-        for (int j = 0; j < SLABS; j++) {
+        for (int j = 0; j < 4; j++) {
             if (j / OWN == w.wk) continue;
             const int at = j / OWN < w.wk ? j : j - OWN;
 #pragma unroll
@@ -381,18 +354,26 @@ __device__ __forceinline__ bool sum_over_blocks(Owned& own, Float4* partials, ui
     __threadfence();
 #pragma unroll
     for (int i = 0; i < PARTIAL; i++) flat[i][0] = flat[i][1] = flat[i][2] = flat[i][3] = 0.f;
-    for (int block = from; block <= to; block++) {
-        const Float4* slot = slot_of(partials, deal, block, tile, units);
-        constexpr int BATCH = PARTIAL < 16 ? PARTIAL : 16;
+    // Sixteen vectors in flight a thread: of several slots where a slot is small, of a part of one where it is large.
+    constexpr int BATCH = PARTIAL < 16 ? PARTIAL : 16, SLOTS = 16 / BATCH;
+    for (int block = from; block <= to; block += SLOTS) {
 #pragma unroll
         for (int first = 0; first < PARTIAL; first += BATCH) {
-            Float4 v[BATCH];
+            Float4 v[SLOTS][BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) v[i] = load_l2(slot + (first + i) * THREADS);
+            for (int s = 0; s < SLOTS; s++) {
+                const Float4* slot = slot_of(partials, deal, min(block + s, to), tile, units) + first * THREADS;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                flat[first + i][0] += v[i].x, flat[first + i][1] += v[i].y;
-                flat[first + i][2] += v[i].z, flat[first + i][3] += v[i].w;
+                for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
+            }
+#pragma unroll
+            for (int s = 0; s < SLOTS; s++) {
+                if (block + s > to) break;
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    flat[first + i][0] += v[s][i].x, flat[first + i][1] += v[s][i].y;
+                    flat[first + i][2] += v[s][i].z, flat[first + i][3] += v[s][i].w;
+                }
             }
         }
     }
@@ -408,7 +389,7 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     uint16_t* shared = reinterpret_cast<uint16_t*>(smem);
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int column = w.chunk * 64 + (w.slab + w.wk * OWN + j) * 16;
+        const int column = w.wn * 64 + (w.wk * OWN + j) * 16;
         const int n = tile.n0 + column + w.g;
         float bias[2] = {0.f, 0.f};
         if (p.bias != nullptr) {

@@ -53,15 +53,10 @@ __device__ __forceinline__ float load_l2(const float* from) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
     return v;
 }
-__device__ __forceinline__ Vec4 load_shared16(uint32_t from) {
-    Vec4 v;
+__device__ __forceinline__ void load_shared16(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(from));
-    return v;
-}
-__device__ __forceinline__ void load_shared8(uint32_t& x, uint32_t& y, uint32_t from) {
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "r"(from));
 }
 
 // Four 8x8 matrices of 16-bit elements; lane i of each group of eight gives the address of row i.

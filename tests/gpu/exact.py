@@ -65,7 +65,14 @@ def relative_error(y: Any, exact: Any) -> float:
 
 
 def random_weight(
-    rng: np.random.Generator, K: int, N: int, group_size: int, *, symmetric: bool, dtype: Any, real_zero: bool = False
+    rng: np.random.Generator,
+    K: int,
+    N: int,
+    group_size: int,
+    *,
+    symmetric: bool,
+    dtype: Any,
+    real_zero: bool = False,
 ) -> QuantWeight:
     """Random codes with scales near 0.01 on the GPU; zero points 0..15, or real zeros."""
     import cupy

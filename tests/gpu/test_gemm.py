@@ -28,7 +28,15 @@ def check(y, intact, exact, dtype) -> None:
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize(
     ("K", "N", "group"),
-    [(256, 256, 128), (576, 192, 64), (320, 1000, 32), (384, 72, -1), (96, 100, 32), (1000, 130, -1), (4096, 512, 128)],
+    [
+        (256, 256, 128),
+        (576, 192, 64),
+        (320, 1000, 32),
+        (384, 72, -1),
+        (96, 100, 32),
+        (1000, 130, -1),
+        (4096, 512, 128),
+    ],
 )
 def test_all_rows_all_paths(K, N, group, symmetric, dtype, rng):
     qw = random_weight(rng, K, N, group, symmetric=symmetric, dtype=dtype)
