@@ -1,0 +1,410 @@
+"""The kernels' register algebra, emulated lane by lane: what tensor cores are fed is what the comments claim.
+
+Fragment shapes are those of the PTX ISA (`mma.m16n8k16`, `mma.m16n8k8` for tf32, `ldmatrix`, `movmatrix`).
+Magic numbers and address formulas are read out of the kernels' text (`kernel_source`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import kernel_source
+import ml_dtypes
+import numpy as np
+import pytest
+
+import marlin_jit as mj
+from marlin_jit import layout, plan
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP16 = np.dtype(np.float16)
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4  # PTX: groupID and threadID_in_group
+PROBLEM = plan.Problem(1, 128, 64, 128, True, False)
+
+SCALE_POSITION = kernel_source.function("layout.cuh", "scale_position(int n, bool one_group)")
+CODE_AT = kernel_source.function("layout.cuh", "code_at(const uint32_t* b, int padded_n, int k, int n)")
+
+
+# ---- numeric.cuh: from codes to the activation type -----------------------------------------------------
+
+
+def _struct(name: str) -> str:
+    return kernel_source.find("numeric.cuh", rf"struct {name} \{{(.*?)\}}; ")[1]
+
+
+def _number(text: str, name: str) -> int:
+    return int(re.search(rf"\b{name} = (0x[0-9a-f]+)", text)[1], 16)
+
+
+def _half2(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Words as pairs, low half first, in float64."""
+    halves = np.stack([bits & 0xFFFF, bits >> 16], axis=-1).astype(np.uint16)
+    return halves.view(dtype).astype(np.float64)
+
+
+def _round(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Round float64 results of at most 24 significant bits once."""
+    assert (values == values.astype(np.float32)).all()
+    return values.astype(np.float32).astype(dtype)
+
+
+def centered_fp16(q: np.ndarray, r: int) -> np.ndarray:
+    text = kernel_source.find(
+        "numeric.cuh", r"struct Fp16 .*?uint32_t centered\(uint32_t q\) \{(.*?)\} static"
+    )[1]
+    low, high = re.findall(r"mask_or<(0x[0-9a-f]+), (0x[0-9a-f]+)>\(q\)", text)
+    assert "if (R % 2) q >>= 8;" in text
+    q = q >> (8 if r % 2 else 0)
+    if r < 2:
+        value = _half2((q & int(low[0], 16)) | int(low[1], 16), FP16)
+        return _round(value - _half2(np.uint32(_number(text, "minus_1032")), FP16), FP16)
+    value = _half2((q & int(high[0], 16)) | int(high[1], 16), FP16)
+    sixteenth, minus = (_half2(np.uint32(_number(text, n)), FP16) for n in ("sixteenth", "minus_72"))
+    return _round(value * sixteenth + minus, FP16)
+
+
+def centered_bf16(q: np.ndarray, r: int) -> np.ndarray:
+    text = kernel_source.find(
+        "numeric.cuh", r"struct Bf16 .*?uint32_t centered\(uint32_t q\) \{(.*?)\} static"
+    )[1]
+    mask, bits, shift = re.search(r"mask_or<(0x[0-9a-f]+), (0x[0-9a-f]+)>\(q >> \((.*?)\)\)", text).groups()
+    q = q >> kernel_source.value(shift, {"R": r})
+    value = _half2((q & int(mask, 16)) | int(bits, 16), BF16)
+    one, minus = (_half2(np.uint32(_number(text, n)), BF16) for n in ("one", "minus_136"))
+    return _round(value * one + minus, BF16)
+
+
+CENTERED = {FP16: centered_fp16, BF16: centered_bf16}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_every_code_in_every_nibble(dtype: np.dtype) -> None:
+    """Register R takes nibbles R//2 + 2*(R%2) (low half) and that plus 4 (high half), exactly as q - 8."""
+    background = np.array([0, 0xFFFFFFFF, 0x5A5A5A5A, 0x13579BDF], np.uint32)
+    for nibble in range(8):
+        for code in range(16):
+            cleared = background & np.uint32(~(15 << 4 * nibble) & 0xFFFFFFFF)
+            words = cleared | np.uint32(code << 4 * nibble)
+            high, pair = nibble // 4, nibble % 4
+            r = pair // 2 + 2 * (pair % 2)
+            values = CENTERED[dtype](words, r)
+            assert values.dtype == dtype
+            assert (values[:, high].astype(np.float64) == code - 8).all(), (nibble, code)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_ones_of_the_group_sum(dtype: np.dtype) -> None:
+    name = "Fp16" if dtype == FP16 else "Bf16"
+    ones = _number(_struct(name), "ONES")
+    assert (_half2(np.uint32(ones), dtype) == 1).all()
+
+
+# ---- mma fragments --------------------------------------------------------------------------------------
+
+
+def a_fragment_place(r: int, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """PTX ISA, m16n8k16 matrix A: row and column of half `half` of register `r` in each lane."""
+    return G + 8 * (r % 2), 2 * T + half + 8 * (r // 2)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_a_word_of_b_is_an_a_fragment(dtype: np.dtype, rng: np.random.Generator) -> None:
+    """Lane 4g+t's word j of chunk c and k16 row kt: the transposed 16 x 16 tile of codes, minus 8."""
+    q = rng.integers(0, 16, (48, 192), dtype=np.uint8)
+    q = np.concatenate([q, np.full((16, 192), 8, np.uint8)])
+    B = mj.pack(mj.QuantWeight(q, np.ones((1, 192), FP16), None, -1)).B.view(np.uint32)
+    for kt in range(4):
+        for chunk in range(3):
+            vectors = B[kt, 128 * chunk : 128 * (chunk + 1)].reshape(32, 4)  # 16 bytes a lane
+            for j in range(4):
+                A = np.full((16, 16), np.nan)
+                for r in range(4):
+                    values = CENTERED[dtype](vectors[:, j], r).astype(np.float64)
+                    for half in range(2):
+                        A[a_fragment_place(r, half)] = values[:, half]
+                n0 = 64 * chunk + 16 * j
+                tile = q[16 * kt : 16 * kt + 16, n0 : n0 + 16].T.astype(np.float64) - 8
+                assert np.array_equal(A, tile)
+
+
+def ldmatrix(memory: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+    """`ldmatrix.x4` of 16-bit elements: registers [4, 32, 2]; lane 8i + r points at row r of matrix i."""
+    assert (addresses % 16 == 0).all()
+    rows = memory[addresses[:, None] // 2 + np.arange(8)].reshape(4, 8, 8)
+    return rows[:, G][:, LANE, :].reshape(4, 32, 4, 2)[:, LANE, T]
+
+
+GEMM_SHAPES = plan.GEMM_TILES
+
+
+def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:
+    """A stage of activations in shared memory, as the Loader of marlin.cu writes it ([M_TILE, K_STAGE])."""
+    a_to = kernel_source.find("marlin.cu", r"a_to = (row \* 128 [^;]*);")[1]
+    to = kernel_source.find("marlin.cu", r"copy_async16\(stage \+ (a_to \+ block [^,]*),")[1]
+    rows, passes = c.THREADS // 8, c.A_BYTES // 16 // c.THREADS
+    a_block = c.M_TILE // rows
+    memory = np.full(c.A_BYTES // 2, -1, A.dtype)
+    for thread in range(c.THREADS):
+        row, column = thread // 8, thread % 8
+        names = vars(c) | {"row": row, "column": column, "A_ROWS": rows}
+        names["a_to"] = kernel_source.value(a_to, names)
+        for i in range(passes):
+            names |= {"block": i // a_block, "pass_": i % a_block}
+            address = kernel_source.value(re.sub(r"\bpass\b", "pass_", to), names)
+            m, k = row + names["pass_"] * rows, 64 * names["block"] + 8 * column
+            assert (memory[address // 2 : address // 2 + 8] == -1).all(), "two copies to one place"
+            memory[address // 2 : address // 2 + 8] = A[m, k : k + 8]
+    return memory
+
+
+@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+def test_ldmatrix_delivers_b_fragments(tile: plan.GemmTile) -> None:
+    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
+    A = np.arange(c.M_TILE * c.K_STAGE, dtype=np.int64).reshape(c.M_TILE, c.K_STAGE)
+    memory = shared_stage(c, A)
+    row, column = kernel_source.find(
+        "marlin.cu", r"const int row = (\(lane & 7\)[^,]*), column = ([^;]*);"
+    ).groups()
+    a_at = kernel_source.find("marlin.cu", r" a_at = ([^;]*);")[1]
+    first = kernel_source.find("marlin.cu", r"const int first = (wk [^;]*);")[1]
+    fetch = kernel_source.find("marlin.cu", r"load_matrix4\(f\.b\[i\], stage \+ (.*?)\);")[1]
+    for wk in range(c.WARPS_K):
+        names = vars(c) | {"lane": LANE, "wk": wk}
+        names["first"] = kernel_source.value(first, names)
+        names["row"] = kernel_source.value(row, names)
+        names["column"] = kernel_source.value(column, names)
+        names["a_at"] = kernel_source.value(a_at, names)
+        for step in range(c.WARP_STEPS):
+            for i in range(c.M_TILE // 16):
+                at = kernel_source.value(fetch.replace("w.a_at", "a_at"), {**names, "step": step, "i": i})
+                assert (at + 16 <= c.A_BYTES).all()
+                for phase in at.reshape(4, 8):
+                    assert len(set(phase // 16 % 8)) == 8, "a bank conflict"
+                registers = ldmatrix(memory, at)
+                k0 = 16 * (names["first"] + step)
+                for mb in range(2):
+                    for b in range(2):
+                        # PTX ISA, m16n8k16 matrix B: k = 2t, 2t+1 (second register: + 8), column g.
+                        for half in range(2):
+                            expected = A[16 * i + 8 * mb + G, k0 + 2 * T + half + 8 * b]
+                            assert np.array_equal(registers[2 * mb + b][:, half], expected)
+
+
+@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+def test_words_reach_the_lane_they_belong_to(tile: plan.GemmTile) -> None:
+    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
+    padded_n = c.TILE_N
+    words = np.arange(c.STEPS * 2 * padded_n).reshape(c.STEPS, 2 * padded_n)
+    memory = np.full(c.W_BYTES // 4, -1)
+    w_to = kernel_source.find("marlin.cu", r" w_to = ([^;]*);")[1]
+    w_rows = c.THREADS // (32 * c.WARPS_N)
+    for thread in range(c.THREADS):
+        row, within = thread // (32 * c.WARPS_N), thread % (32 * c.WARPS_N)
+        at = (kernel_source.value(w_to, vars(c) | {"thread": thread}) - c.W_AT) // 4
+        for i in range(c.W_BYTES // 16 // c.THREADS):
+            column = 2 * (within // 32 * 64) + within % 32 * 4
+            memory[at + i * c.THREADS * 4 :][:4] = words[row + i * w_rows, column : column + 4]
+    assert (memory >= 0).all()
+    w_at = kernel_source.find("marlin.cu", r" w_at = (W_AT [^;]*);")[1]
+    fetch = kernel_source.find("marlin.cu", r"load_shared16\(f\.words, stage \+ (.*?)\);")[1]
+    for wk in range(c.WARPS_K):
+        for wn in range(c.WARPS_N):
+            names = vars(c) | {"wk": wk, "wn": wn, "lane": LANE, "first": wk * c.WARP_STEPS}
+            names["w_at"] = kernel_source.value(w_at, names)
+            for step in range(c.WARP_STEPS):
+                at = kernel_source.value(fetch.replace("w.w_at", "w_at"), {**names, "step": step})
+                got = memory[(at - c.W_AT)[:, None] // 4 + np.arange(4)]
+                k16 = names["first"] + step
+                assert np.array_equal(got.ravel(), words[k16, 128 * wn : 128 * (wn + 1)])
+
+
+def test_ldmatrix_of_the_decode_kernel() -> None:
+    """Two k16 steps at once: {b0, b1} of step, {b0, b1} of step + 1."""
+    c = kernel_source.constants("decode.cu", plan.decode_build(plan.DECODE_SHAPES[0], PROBLEM).defines)
+    A = np.arange(c.ROWS * c.BLOCK_K).reshape(c.ROWS, c.BLOCK_K)
+    memory = np.full(c.S_AT // 2, -1)
+    for row in range(c.ROWS):
+        memory[row * c.A_PITCH // 2 :][: c.BLOCK_K] = A[row]
+    start = kernel_source.find("decode.cu", r"const uint32_t from = here \+ ([^;]*);")[1]
+    at = kernel_source.value(start, vars(c) | {"lane": LANE})
+    for phase in at.reshape(4, 8):
+        assert len(set(phase // 16 % 8)) == 8, "a bank conflict"
+    for step in range(0, c.STEPS, 2):
+        registers = ldmatrix(memory, at + step * 32)
+        for e in range(2):
+            for b in range(2):
+                for half in range(2):
+                    expected = A[G, 16 * (step + e) + 8 * b + 2 * T + half]
+                    assert np.array_equal(registers[2 * e + b][:, half], expected)
+
+
+# ---- layout.cuh -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_group", [False, True])
+def test_scale_positions(one_group: bool, rng: np.random.Generator) -> None:
+    scales = rng.permutation(256).reshape(1, 256)
+    if not one_group:
+        scales = np.concatenate([scales, scales[:, ::-1]])
+    permuted = layout.permute_scales(scales)
+    positions = np.array([SCALE_POSITION(n, one_group) for n in range(256)])
+    assert np.array_equal(permuted[:, positions], scales)
+
+
+def test_code_positions(rng: np.random.Generator) -> None:
+    q = rng.integers(0, 16, (128, 192), dtype=np.uint8)
+    B = mj.pack(mj.QuantWeight(q, np.ones((2, 192), FP16), None, 64)).B.view(np.uint32)
+    k, n = np.mgrid[:128, :192]
+    assert np.array_equal(CODE_AT(B.ravel(), 192, k, n), q)
+    row, word, shift = layout.code_position(k, n)
+    assert np.array_equal(B[row, word] >> shift & 15, q)
+
+
+def slab_pairs(chunk: np.ndarray, g: int, one_group: bool) -> np.ndarray:
+    """layout.cuh's `slab_pairs`: (n = 16j+g, n + 8) for j = 0..3, as [4, 2]."""
+    text = kernel_source.find("layout.cuh", r"void slab_pairs\((.*)\} \} ?$")[1]
+    if one_group:
+        at = re.search(r"scale_position\((16 \* j \+ g), true\)", text)[1]
+        step = int(re.search(r"chunk\[at \+ (\d+)\]", text)[1])
+        first = [SCALE_POSITION(kernel_source.value(at, {"j": j, "g": g}), True) for j in range(4)]
+        return np.array([[chunk[i], chunk[i + step]] for i in first])
+    start = kernel_source.value(re.search(r"\(chunk \+ (.*?)\)", text)[1], {"g": g})
+    return chunk[start : start + 8].reshape(4, 2)
+
+
+@pytest.mark.parametrize("one_group", [False, True])
+def test_slab_pairs_are_the_two_columns_of_a_lane(one_group: bool) -> None:
+    groups = 1 if one_group else 3
+    columns = np.arange(groups * 128).reshape(groups, 128)
+    permuted = layout.permute_scales(columns)
+    for row in range(groups):
+        for chunk in range(2):
+            for g in range(8):
+                pairs = slab_pairs(permuted[row, 64 * chunk : 64 * chunk + 64], g, one_group)
+                for j in range(4):
+                    n = 128 * row + 64 * chunk + 16 * j + g
+                    assert pairs[j].tolist() == [n, n + 8]
+
+
+# ---- the way out ----------------------------------------------------------------------------------------
+
+
+def movmatrix(registers: np.ndarray) -> np.ndarray:
+    """`movmatrix.trans` of pairs [32, 2]: lane 4r + t holds (r, 2t), (r, 2t+1) of an 8 x 8 matrix."""
+    matrix = np.empty((8, 8), registers.dtype)
+    matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
+    return matrix.T[G[:, None], 2 * T[:, None] + np.arange(2)]
+
+
+@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+def test_epilogue_puts_every_output_in_its_place(tile: plan.GemmTile) -> None:
+    """C^T (PTX ISA: c0, c1 at row g, columns 2t, 2t+1; c2, c3 at row g + 8) through movmatrix."""
+    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
+    column_of = kernel_source.find("marlin.cu", r"const int column = (w\.wn [^;]*);")[1].replace("w.", "")
+    to = kernel_source.find("marlin.cu", r"reinterpret_cast<uint32_t\*>\(shared \+ (.*?)\) = rows_m;")[1]
+    pair = kernel_source.find("marlin.cu", r"rows_n = Type::pair\(v\[(.*?)\] [^,]*, v\[(.*?)\] ")
+    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    shared = np.full((c.M_TILE, c.TILE_N + 8), -1).ravel()
+    for wn in range(c.WARPS_N):
+        for wk in range(c.WARPS_K):
+            for j in range(c.OWN):
+                slab = wk * c.OWN + j
+                for mb in range(c.M_BLOCKS):
+                    n, m = 64 * wn + 16 * slab + G, 8 * mb + 2 * T
+                    v = np.stack([C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]])
+                    for half in range(2):
+                        picked = [kernel_source.value(pair[i], {"half": half}) for i in (1, 2)]
+                        turned = movmatrix(v[picked].T)
+                        names = {
+                            "wn": wn,
+                            "wk": wk,
+                            "OWN": c.OWN,
+                            "j": j,
+                            "mb": mb,
+                            "half": half,
+                            "g": G,
+                            "t": T,
+                        }
+                        names |= {"PITCH": c.TILE_N + 8, "column": kernel_source.value(column_of, names)}
+                        at = kernel_source.value(to.replace("w.", ""), names)
+                        assert (at % 2 == 0).all()
+                        shared[at], shared[at + 1] = turned[:, 0], turned[:, 1]
+    assert np.array_equal(shared.reshape(c.M_TILE, -1)[:, : c.TILE_N], C)
+
+
+def test_exchange_of_the_decode_kernel_meets_no_bank_twice() -> None:
+    """acc[j][i] goes to row 2t + i%2, column 16j + g + 8*(i/2): C[m, n], and 32 different banks."""
+    c = kernel_source.constants("decode.cu", plan.decode_build(plan.DECODE_SHAPES[0], PROBLEM).defines)
+    at = kernel_source.find("decode.cu", r"shared\[warp \* CHUNK_FLOATS \+ (.*?)\] = acc\[j\]\[i\];")[1]
+    places = set()
+    for j in range(4):
+        for i in range(4):
+            to = kernel_source.value(at, vars(c) | {"g": G, "t": T, "j": j, "i": i})
+            assert len(set(to % 32)) == 32
+            row, column = to // c.SUM_PITCH, to % c.SUM_PITCH
+            assert np.array_equal(row, 2 * T + i % 2)
+            assert np.array_equal(column, 16 * j + G + 8 * (i // 2))
+            places |= set(to.tolist())
+    assert len(places) == 8 * 64
+
+
+# ---- correction.cu --------------------------------------------------------------------------------------
+
+
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    """`cvt.rna.tf32.f32`: round to 10 mantissa bits, ties away from zero."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_deltas_are_exact_in_tf32_and_sums_nearly(dtype: np.dtype, rng: np.random.Generator) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):
+        wide = every.astype(np.float32)
+    finite = wide[np.isfinite(wide)]
+    assert (to_tf32(finite) == finite).all()
+    sums = (rng.standard_normal(10000) * 2.0 ** rng.integers(-10, 12, 10000)).astype(np.float32)
+    first = to_tf32(sums)
+    rest = to_tf32(sums - first)
+    assert (np.abs(first.astype(np.float64) + rest - sums) <= 2.0**-22 * np.abs(sums)).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 8, 11])
+def test_correction_fragments_multiply_sums_with_deltas(groups: int, rng: np.random.Generator) -> None:
+    """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16."""
+    text = kernel_source.source("correction.cu")
+    order = re.findall(
+        r"a\[j\]\[(\d)\] = __float_as_uint\(Type::to_float\((low|high)\[j\] (& 0xffff|>> 16)\)\)", text
+    )
+    assert [int(r) for r, _, _ in order] == [0, 1, 2, 3]
+    rows_at = re.search(r"const int row = (m0 \+ 8 \* mb \+ g);", text)[1]
+    group_at = re.search(r"const int of = (.*?);", text)[1]
+    delta = rng.standard_normal((groups, 64))
+    permuted = layout.permute_scales(delta)
+    sums = rng.standard_normal((29, groups))
+    C = np.zeros((32, 64))
+    for mb in range(4):
+        for j in range(4):
+            for group in range(0, groups, 8):
+                A, B = np.full((16, 8), np.nan), np.full((8, 8), np.nan)
+                for g, t in zip(G, T, strict=True):
+                    pairs = {}
+                    for name, of in (("low", group + t), ("high", group + t + 4)):
+                        inside = of < groups
+                        pairs[name] = slab_pairs(permuted[of], g, groups == 1)[j] if inside else np.zeros(2)
+                    for r, name, part in order:
+                        place = (g + 8 * (int(r) % 2), t + 4 * (int(r) // 2))
+                        A[place] = pairs[name][0 if "&" in part else 1]
+                    for i in range(2):
+                        of = kernel_source.value(group_at, {"group": group, "t": t, "i": i})
+                        row = kernel_source.value(rows_at, {"m0": 0, "mb": mb, "g": g})
+                        B[t + 4 * i, g] = sums[row, of] if row < 29 and of < groups else 0
+                D = A @ B
+                for half in range(2):
+                    for e in range(2):
+                        C[8 * mb + 2 * T + e, 16 * j + 8 * half + G] += D[G + 8 * half, 2 * T + e]
+    np.testing.assert_allclose(C[:29], sums @ delta, rtol=1e-12, atol=1e-12)
+    assert (C[29:] == 0).all()

@@ -1,0 +1,364 @@
+"""The planner on every architecture's limits: what it returns fits, and covers all of the product once.
+
+How a block finds its work is read out of the kernels' own text (`kernel_source`), so planner and kernel are
+held to the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import kernel_source
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from marlin_jit import launch, plan
+from marlin_jit.layout import padded_shape
+from marlin_jit.plan import DECODE_SHAPES, GEMM_TILES, Limits, Plan, Problem
+
+ARCHS = sorted(launch.SHARED_MEMORY)
+GROUPS = (32, 64, 128, -1)
+H200 = Limits(132, *launch.SHARED_MEMORY["90a"])
+STATIC_SMEM = 128
+"""A block's `arrived`, rounded up to the unit in which shared memory is given out."""
+SYSTEM_SMEM = 1024
+"""Shared memory that CUDA keeps for itself in each resident block."""
+
+BEGIN = kernel_source.find("marlin.cu", r"int begin\(int block\) const \{ return (.*?); \}")[1]
+OWNER = kernel_source.find(
+    "marlin.cu", r"int owner\(int unit\) const \{ const int large = (.*?); return (.*?); \}"
+).groups()
+
+
+class Deal:
+    """marlin.cu's `Deal`, evaluated from its text."""
+
+    def __init__(self, total: int, grid: int) -> None:
+        self.names = {"share": total // grid, "extra": total % grid}
+        self._begin = compile(kernel_source.expression(BEGIN), "begin", "eval")
+        self._large = kernel_source.value(OWNER[0], self.names)
+        self._owner = compile(kernel_source.expression(OWNER[1]), "owner", "eval")
+
+    def begin(self, block: int) -> int:
+        return eval(self._begin, {"min": min}, {**self.names, "block": block})
+
+    def owner(self, unit: int) -> int:
+        return eval(self._owner, {}, {**self.names, "unit": unit, "large": self._large})
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_m: int = 8192, max_n: int = 262144, max_k: int = 65536) -> Problem:
+    group_size = draw(st.sampled_from(GROUPS))
+    m = draw(st.one_of(st.integers(1, 130), st.integers(1, max_m)))
+    n = draw(st.one_of(st.integers(1, 1024), st.integers(1, max_n)))
+    k = draw(st.one_of(st.integers(1, 1024), st.integers(1, max_k)))
+    if group_size != -1:
+        k = -(-k // group_size) * group_size
+    padded_k, padded_n = padded_shape(k, n, group_size)
+    return Problem(m, padded_k, padded_n, group_size, draw(st.booleans()), draw(st.booleans()))
+
+
+devices = st.builds(
+    lambda sms, arch: (arch, Limits(sms, *launch.SHARED_MEMORY[arch])),
+    st.integers(16, 160),
+    st.sampled_from(ARCHS),
+)
+
+
+PLAIN = Problem(1, 128, 64, 128, False, False)
+
+
+def gemm_tile(p: Plan) -> plan.GemmTile:
+    macros = p.build.defines
+    keys = ("M_TILE", "WARPS_N", "WARPS_K", "K_STAGE", "MIN_BLOCKS")
+    shape = tuple(macros[k] for k in keys)
+    (tile,) = (t for t in GEMM_TILES if (t.m_tile, t.warps_n, t.warps_k, t.k_stage, t.blocks) == shape)
+    return tile
+
+
+# ---- what a plan says of itself -------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), devices)
+def test_every_plan_fits_the_device_and_is_listed(problem: Problem, device: tuple[str, Limits]) -> None:
+    arch, limits = device
+    listed = set(launch.all_builds(arch))
+    found = plan.plans(problem, limits)
+    assert found
+    assert found == sorted(found, key=lambda p: p.microseconds)
+    for p in found:
+        assert p.build in listed
+        assert p.grid[0] >= 1 and 1 <= p.grid[1] <= 65535
+        assert p.threads % 32 == 0 and p.threads <= 1024
+        assert p.smem <= limits.smem_per_block
+        assert p.microseconds > 0 and np.isfinite(p.microseconds)
+        if p.build.name == "marlin_decode":
+            assert problem.m <= plan.DECODE_MAX_M
+            assert (p.partial_bytes > 0) == (p.counters > 0) == (p.grid[1] > 1)
+        else:
+            tiles, _ = plan.gemm_tiles(gemm_tile(p), problem)
+            assert 0 <= p.split_tiles <= tiles
+            assert (p.partial_bytes > 0) == (p.counters > 0) == (p.split_tiles > 0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> None:
+    """Static variables count against a block's limit; and as many blocks as planned fit an SM together."""
+    per_block, per_sm = launch.SHARED_MEMORY[arch]
+    limits = Limits(132, per_block, per_sm)
+    for group_size in GROUPS:
+        for asymmetric in (False, True):
+            problem = Problem(1, 128, 64, group_size, asymmetric, False)
+            for tile in GEMM_TILES:
+                p, fitting = (
+                    plan.gemm_plan(tile, 1, 0, problem, limits),
+                    plan.gemm_stages(tile, problem, limits),
+                )
+                if p is None:
+                    continue
+                assert fitting is not None
+                assert p.smem + STATIC_SMEM <= per_block, (tile, problem)
+                assert fitting[1] * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (tile, problem)
+            for shape in DECODE_SHAPES:
+                p = plan.decode_plan(shape, 1, problem, limits)
+                if p is None:
+                    continue
+                assert p.smem + STATIC_SMEM <= per_block, (shape, problem)
+                assert shape.blocks * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (shape, problem)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_has_a_tile_for_every_weight(arch: str) -> None:
+    limits = Limits(80, *launch.SHARED_MEMORY[arch])
+    for group_size in GROUPS:
+        for asymmetric in (False, True):
+            for m in (1, 17, 300):
+                names = {
+                    p.build.name
+                    for p in plan.plans(Problem(m, 1024, 1024, group_size, asymmetric, False), limits)
+                }
+                assert "marlin_gemm" in names
+
+
+def test_sizes_are_those_the_gemm_kernel_uses() -> None:
+    for tile in GEMM_TILES:
+        for group_size in GROUPS:
+            for asymmetric in (False, True):
+                problem = Problem(1, 128, 64, group_size, asymmetric, False)
+                c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, problem).defines)
+                assert tile.threads == c.THREADS
+                assert tile.n_tile == c.TILE_N
+                assert tile.stage_bytes(group_size, asymmetric) == c.STAGE_BYTES
+                sent = (4 - c.OWN) * c.WARPS_K * c.M_BLOCKS * c.WARPS_N * 32 * 16 if c.WARPS_K > 1 else 0
+                leaving = c.M_TILE * (c.TILE_N + 8) * 2
+                assert tile.sums_bytes >= max(sent, leaving)
+                assert tile.partial_bytes == c.OWN * c.M_BLOCKS * c.THREADS * 16
+                assert c.STAGE_BYTES % 16 == c.S_AT % 16 == c.D_AT % 16 == 0
+
+
+def test_sizes_are_those_the_decode_kernel_uses() -> None:
+    for shape in DECODE_SHAPES:
+        for group_size in GROUPS:
+            for asymmetric in (False, True):
+                problem = Problem(1, 128, 64, group_size, asymmetric, False)
+                c = kernel_source.constants("decode.cu", plan.decode_build(shape, problem).defines)
+                assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, plan.DECODE_MAX_M)
+                assert shape.threads == c.THREADS
+                warps = c.CHUNKS * c.K_WARPS
+                assert shape.smem(group_size, asymmetric) >= warps * max(
+                    2 * c.BUFFER, c.ROWS * c.SUM_PITCH * 4
+                )
+                assert c.BUFFER % 16 == c.S_AT % 16 == c.D_AT % 16 == 0
+
+
+# ---- how marlin_gemm deals out work ---------------------------------------------------------------------
+
+
+def pieces(grid: int, split_tiles: int, tiles: int, units: int) -> list[tuple[int, int, int, int]]:
+    """The kernel's loop: (block, tile, first unit, last unit) of everything any block does."""
+    deal = Deal(split_tiles * units, grid)
+    done = []
+    for block in range(grid):
+        unit, unit_end, index = deal.begin(block), deal.begin(block + 1), split_tiles + block
+        while unit < unit_end or index < tiles:
+            dealt = unit < unit_end
+            current = unit // units if dealt else index
+            first = unit - current * units if dealt else 0
+            last = min(units, first + unit_end - unit) if dealt else units
+            if dealt:
+                unit += last - first
+            else:
+                index += grid
+            done.append((block, current, first, last))
+    return done
+
+
+def slot_of(deal: Deal, block: int, tile: int, units: int) -> int:
+    return 2 * block + (0 if deal.begin(block) // units == tile else 1)
+
+
+def check_work(grid: int, split_tiles: int, tiles: int, units: int) -> None:
+    done = np.zeros((tiles, units), np.int64)
+    deal = Deal(split_tiles * units, grid)
+    partial: dict[int, list[int]] = defaultdict(list)  # tile -> blocks, in order of k
+    slots: list[int] = []
+    of_block: dict[int, int] = defaultdict(int)
+    for block, tile, first, last in pieces(grid, split_tiles, tiles, units):
+        assert first < last
+        done[tile, first:last] += 1
+        if last - first < units:
+            assert tile < split_tiles
+            partial[tile].append(block)
+            slots.append(slot_of(deal, block, tile, units))
+            of_block[block] += 1
+    assert (done == 1).all()
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= s < 2 * grid for s in slots)
+    assert all(count <= 2 for count in of_block.values())
+    for tile, blocks in partial.items():
+        begin, end = deal.owner(tile * units), deal.owner((tile + 1) * units - 1)
+        # Exactly these blocks add one to the tile's counter, so the last of them sees end - begin.
+        assert blocks == list(range(begin, end + 1))
+        assert len(blocks) > 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40), st.data())
+def test_any_deal_covers_every_unit_once(grid: int, tiles: int, units: int, data: st.DataObject) -> None:
+    check_work(grid, data.draw(st.integers(0, tiles)), tiles, units)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 20000), st.integers(1, 640))
+def test_owner_is_the_inverse_of_begin(total: int, grid: int) -> None:
+    deal = Deal(total, grid)
+    assert (deal.begin(0), deal.begin(grid)) == (0, total)
+    lengths = [deal.begin(b + 1) - deal.begin(b) for b in range(grid)]
+    assert max(lengths) - min(lengths) <= 1
+    for unit in {*range(0, total, max(1, total // 97)), *range(max(0, total - 3), total)}:
+        owner = deal.owner(unit)
+        assert 0 <= owner < grid
+        assert deal.begin(owner) <= unit < deal.begin(owner + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_m=1024, max_n=32768, max_k=16384), devices)
+def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple[str, Limits]) -> None:
+    for p in plan.plans(problem, device[1]):
+        if p.build.name != "marlin_gemm":
+            continue
+        tile = gemm_tile(p)
+        tiles, units = plan.gemm_tiles(tile, problem)
+        if tiles * units > 100_000:
+            continue
+        check_work(p.grid[0], p.split_tiles, tiles, units)
+        if p.split_tiles:
+            assert p.partial_bytes >= 2 * p.grid[0] * tile.partial_bytes
+            assert p.counters >= p.split_tiles
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from(GEMM_TILES))
+def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.GemmTile) -> None:
+    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PLAIN).defines)
+    tile_at = kernel_source.function("marlin.cu", "tile_at(int index, const Problem& p)", vars(c))
+    problem = Problem(m, 128, 64 * chunks, 128, False, False)
+    p = SimpleNamespace(m=m, padded_n=64 * chunks)
+    tiles, _ = plan.gemm_tiles(tile, problem)
+    assume(tiles < 20000)
+    found = [tile_at(i, p) for i in range(tiles)]
+    expected = {(a, b) for a in range(0, m, tile.m_tile) for b in range(0, 64 * chunks, tile.n_tile)}
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+# ---- how marlin_decode splits k -------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(max_m=8), devices)
+def test_decode_takes_every_block_of_k_once(problem: Problem, device: tuple[str, Limits]) -> None:
+    first = kernel_source.find("decode.cu", r"const int first = (worker [^;]*);")[1]
+    last = kernel_source.find("decode.cu", r"const int last = (chunk [^;]*);")[1]
+    for p in plan.plans(problem, device[1]):
+        if p.build.name != "marlin_decode":
+            continue
+        c = p.build.defines
+        blocks = -(-problem.padded_k // plan.DECODE_BLOCK_K)
+        workers = p.grid[1] * c["K_WARPS"]
+        names = {"share": blocks // workers, "extra": blocks % workers, "padded_n": problem.padded_n}
+        end = 0
+        for worker in range(workers):
+            names |= {"worker": worker, "chunk": 0}
+            names["first"] = kernel_source.value(first, names)
+            assert names["first"] == end
+            end = kernel_source.value(last, names)
+            assert end >= names["first"]
+            past = {**names, "chunk": problem.padded_n // 64}
+            assert kernel_source.value(last, past) == names["first"]
+        assert end == blocks
+        assert p.grid[0] * c["CHUNKS"] * 64 >= problem.padded_n > (p.grid[0] - 1) * c["CHUNKS"] * 64
+        if p.grid[1] > 1:
+            assert workers <= blocks  # else blocks would arrive with nothing
+            assert p.partial_bytes == p.grid[0] * p.grid[1] * problem.m * 64 * c["CHUNKS"] * 4
+            assert p.counters == p.grid[0]
+
+
+# ---- the choice -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), devices)
+def test_the_choice_is_the_best_plan_each_time(problem: Problem, device: tuple[str, Limits]) -> None:
+    plan.choose.cache_clear()
+    first = plan.choose(problem, device[1])
+    plan.choose.cache_clear()
+    assert plan.choose(problem, device[1]) == first == plan.plans(problem, device[1])[0]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("N", "K", "group_size"),
+    [(4096, 4096, 128), (28672, 8192, 128), (1024, 11008, 32), (64, 64, -1), (512, 65536, -1)],
+)
+def test_more_rows_do_not_take_much_less_time(arch: str, N: int, K: int, group_size: int) -> None:
+    """A plan for more rows would do for fewer; not every tile is tried for every M, hence 15%."""
+    limits = Limits(132, *launch.SHARED_MEMORY[arch])
+    rows = [*range(1, 65), *range(65, 8193, 64)]
+    times = [plan.choose(Problem(m, K, N, group_size, True, False), limits).microseconds for m in rows]
+    for before, after, m in zip(times, times[1:], rows[1:], strict=False):
+        assert after >= 0.85 * before, f"M = {m}"
+
+
+def test_few_rows_are_decoded_and_many_are_not() -> None:
+    def name(m: int) -> str:
+        return plan.choose(Problem(m, 4096, 4096, 128, False, False), H200).build.name
+
+    assert name(1) == "marlin_decode"
+    assert {name(m) for m in (9, 16, 100, 4096)} == {"marlin_gemm"}
+
+
+@pytest.mark.parametrize("m", [0, -1])
+def test_a_plan_needs_rows(m: int) -> None:
+    with pytest.raises(ValueError, match="at least one row"):
+        plan.plans(Problem(m, 128, 64, 128, False, False), H200)
+
+
+def test_sizes_of_the_extremes() -> None:
+    """Scratch memory stays modest, and all counts fit 32 bits."""
+    for m, n, k in [
+        (8192, 262144, 65536),
+        (1, 262144, 65536),
+        (1, 64, 65536),
+        (8192, 64, 64),
+        (257, 262144, 64),
+    ]:
+        p = plan.choose(Problem(m, k, n, 128 if k > 64 else -1, True, True), H200)
+        assert p.partial_bytes <= 256 << 20
+        if p.build.name == "marlin_gemm":
+            tiles, units = plan.gemm_tiles(gemm_tile(p), Problem(m, k, n, 128, True, True))
+            assert max(tiles, p.split_tiles * units) < 2**31
