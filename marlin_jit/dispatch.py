@@ -193,6 +193,11 @@ def _as_rows(array: Array, columns: int) -> Matrix | None:
     return Matrix(array.data.ptr, stride // size, math.prod(shape[:-1]), columns)
 
 
+def _ascending(matrix: Matrix) -> bool:
+    """Whether each row begins after the one before it ends, as cuBLAS wants it: not reversed or repeated."""
+    return matrix.rows <= 1 or matrix.stride >= matrix.columns
+
+
 def _scratch_matrix(purpose: str, rows: int, columns: int) -> tuple[Matrix, Array]:
     """Scratch memory for a matrix whose rows start on 16-byte boundaries, and its bytes."""
     stride = -(-columns // 8) * 8
@@ -240,7 +245,9 @@ def _fp16_cache(call: Call, out: Array) -> None:
     from marlin_jit._cublas import matmul_dense
 
     assert isinstance(call.weight, MarlinWeight) and call.weight.fp16_cache is not None
-    x = _as_rows(call.x, call.weight.K) or _copied("activations", call.x, call.weight.K)
+    x = _as_rows(call.x, call.weight.K)
+    if x is None or not _ascending(x):
+        x = _copied("activations", call.x, call.weight.K)
     matmul_dense(x, call.weight.fp16_cache, _matrix(out))
     if call.bias is not None:
         out += call.bias
@@ -307,7 +314,7 @@ def _refusal_key(path: str, call: Call) -> tuple[Any, ...]:
 
 
 def _not_refused(path: str, call: Call) -> bool:
-    if not _refused or not isinstance(call.weight, MarlinWeight) or call.device is None:
+    if not _refused or not isinstance(call.weight, MarlinWeight) or call.device is None or not call.rows:
         return True
     return _refusal_key(path, call) not in _refused
 
@@ -388,7 +395,7 @@ def _take(call: Call, path: str | None) -> Array:
     if out is None:
         xp = np if call.device is None else import_cupy()
         out = target = xp.empty((*call.x.shape[:-1], call.weight.N), dtype=call.x.dtype)
-    elif call.device is not None and _as_rows(out, call.weight.N) is None:
+    elif call.device is not None and not ((rows := _as_rows(out, call.weight.N)) and _ascending(rows)):
         target = import_cupy().empty(out.shape, dtype=out.dtype)
     if call.rows:
         _run(call, target, path)
