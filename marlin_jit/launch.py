@@ -17,13 +17,13 @@ from marlin_jit._array import BFLOAT16, Array
 from marlin_jit.device import DeviceInfo, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
-    DECODE_SHAPES,
     GEMM_TILES,
     Build,
     Limits,
     Plan,
     Problem,
     decode_build,
+    decode_shapes,
     gemm_build,
     gemm_stages,
 )
@@ -219,7 +219,7 @@ def all_builds(arch: str) -> list[Build]:
                     fitting = gemm_stages(tile, problem, limits)
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))
-                builds.extend(decode_build(shape, problem) for shape in DECODE_SHAPES)
+                builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem))
     return builds
 
 

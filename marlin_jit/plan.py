@@ -137,10 +137,10 @@ class GemmTile:
 
     @property
     def sums_bytes(self) -> int:
-        """Shared memory in which the warps of a chunk add their sums, or the tile leaves: the larger."""
+        """Shared memory that the end of a tile needs: to add warps' sums, to keep a block's own, to leave."""
         sent = 4 - 4 // self.warps_k  # slabs of 16 columns that a warp gives away
         exchange = self.threads * sent * (self.m_tile // 8) * 16
-        return max(exchange, self.m_tile * (self.n_tile + 8) * 2)
+        return max(exchange, self.partial_bytes, self.m_tile * (self.n_tile + 8) * 2)
 
     @property
     def partial_bytes(self) -> int:
@@ -149,12 +149,9 @@ class GemmTile:
 
 
 GEMM_TILES = (
-    GemmTile(16, 2, 2, 128, 4),
-    GemmTile(32, 2, 2, 64, 3),
+    GemmTile(16, 2, 2, 128, 3),
     GemmTile(32, 2, 2, 128, 3),
     GemmTile(64, 2, 2, 64, 2),
-    GemmTile(64, 2, 2, 128, 2),
-    GemmTile(64, 4, 1, 64, 2),
     GemmTile(64, 4, 1, 128, 2),
 )
 
@@ -268,13 +265,14 @@ class DecodeShape:
         return self.chunks * self.k_warps * max(buffers, DECODE_MAX_M * 68 * 4)
 
 
-DECODE_SHAPES = (
-    DecodeShape(1, 8, 2),
-    DecodeShape(2, 4, 2),
-    DecodeShape(1, 6, 2),
-    DecodeShape(2, 3, 2),
-    DecodeShape(1, 12, 1),
-)
+DECODE_SHAPES = (DecodeShape(1, 8, 2), DecodeShape(2, 4, 2))
+DECODE_SHAPES_ROOMY = (DecodeShape(1, 8, 1), DecodeShape(2, 4, 1), DecodeShape(1, 6, 2), DecodeShape(2, 3, 2))
+
+
+def decode_shapes(problem: Problem) -> tuple[DecodeShape, ...]:
+    """Block shapes for a problem. The sums of A of many small groups do not fit 128 registers a thread."""
+    roomy = problem.asymmetric and problem.group_size in (32, 64)
+    return DECODE_SHAPES_ROOMY if roomy else DECODE_SHAPES
 
 
 def decode_build(shape: DecodeShape, problem: Problem) -> Build:
@@ -313,7 +311,7 @@ def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits
 def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m > DECODE_MAX_M:
         return
-    for shape in DECODE_SHAPES:
+    for shape in decode_shapes(problem):
         for split in (1, 2, 3, 4, 6, 8):
             if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
                 continue

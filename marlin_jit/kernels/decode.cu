@@ -40,30 +40,32 @@ __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool
         : "l"(from), "r"(static_cast<int>(wanted)));
 }
 
-// One lane's share of the copies into its warp's buffer, a k-block at a time: activations (two rows of 256 bytes a
-// pass; rows from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and deltas (eight lanes a row;
-// rows past the last group meet zero activations, so any finite one will do).
-struct Loader {
-    const uint8_t* a;  // of the next block
-    int k_left;
-    int group, column;  // of the next block's scales
-
-    __device__ __forceinline__ void issue(uint32_t buffer, int lane, int m, int64_t lda, const uint16_t* scales,
-                                          const uint16_t* delta, int padded_n, int last_group) {
-        const uint32_t a_to = buffer + lane / 16 * A_PITCH + lane % 16 * 16, s_to = buffer + S_AT + lane * 16;
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; i++)
-            if (2 * i + lane / 16 < m) copy_async16(a_to + i * (2 * A_PITCH), a + i * (4 * lda), k_left > 0 ? 16 : 0);
-        a += BLOCK_K * 2, k_left -= BLOCK_K;
-        if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
-            const int64_t at = static_cast<int64_t>(min(group, last_group)) * padded_n + column;
-            copy_async16(s_to, scales + at, 16);
-            if (ASYMMETRIC) copy_async16(s_to + (D_AT - S_AT), delta + at, 16);
-            group += SCALE_ROWS;
-        }
-        copy_commit();
-    }
+struct Problem {
+    const uint16_t* a;
+    int64_t lda;
+    const uint16_t *scales, *delta;
+    int m, k, padded_n, groups;
 };
+
+// One lane's share of the copies of a k-block into its warp's buffer: activations (two rows of 256 bytes a pass; rows
+// from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and deltas (eight lanes a
+// row; rows past the last group meet zero activations, so any finite one will do). Addresses are made anew from the
+// block's number: registers are scarcer here than instructions.
+__device__ __forceinline__ void load_block(uint32_t buffer, const Problem& p, int chunk, int block) {
+    const int lane = threadIdx.x % 32, row = lane / 16, k = block * BLOCK_K + lane % 16 * 8;
+    const uint16_t* from = p.a + row * p.lda + k;
+    const uint32_t to = buffer + row * A_PITCH + lane % 16 * 16;
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++)
+        if (2 * i + row < p.m) copy_async16(to + i * (2 * A_PITCH), from + i * (2 * p.lda), k < p.k ? 16 : 0);
+    if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
+        const int group = min(block * SCALE_ROWS + lane / 8, p.groups - 1);
+        const int64_t at = static_cast<int64_t>(group) * p.padded_n + chunk * 64 + lane % 8 * 8;
+        copy_async16(buffer + S_AT + lane * 16, p.scales + at, 16);
+        if (ASYMMETRIC) copy_async16(buffer + D_AT + lane * 16, p.delta + at, 16);
+    }
+    copy_commit();
+}
 
 using Sums = float[4][4];  // [slab j][fragment], as in marlin.cu
 
@@ -97,11 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = worker * share + min(worker, extra);
     const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
 
-    const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
-    const int64_t row_bytes = 8 * static_cast<int64_t>(padded_n);  // of one k16 of W
-    const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + first * STEPS * row_bytes;
-    const bool half_tail = padded_k % BLOCK_K != 0;  // the last block has 64 k only
-    const int groups = GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP);
+    const uint32_t mine = shared_address(smem) + threadIdx.x / 32 * (2 * BUFFER);
+    const uint32_t row_bytes = 8 * padded_n;  // of one k16 of W
+    const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + static_cast<int64_t>(first) * STEPS * row_bytes;
+    const Problem p = {a, lda, scales, delta, m, k, padded_n, GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP)};
 
     Sums acc = {};
     float a_sum[4] = {};
@@ -109,33 +110,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Vec4 w[STEPS] = {};
 #pragma unroll
         for (int i = 0; i < STEPS; i++, next_w += row_bytes)
-            load_stream16_if(w[i], next_w, i < STEPS / 2 || !(half_tail && first + 1 == blocks));
-        Loader loader = {
-            reinterpret_cast<const uint8_t*>(a + lane / 16 * lda + first * BLOCK_K + lane % 16 * 8),
-            k - first * BLOCK_K - lane % 16 * 8,
-            first * SCALE_ROWS + lane / 8,
-            chunk * 64 + lane % 8 * 8,
-        };
-        loader.issue(mine, lane, m, lda, scales, delta, padded_n, groups - 1);
+            // A last block of 64 k has no upper half.
+            load_stream16_if(w[i], next_w, i < STEPS / 2 || !(padded_k % BLOCK_K != 0 && first + 1 == blocks));
+        load_block(mine, p, chunk, first);
         for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
             const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
             uint8_t* to = smem + (2 * warp + i / (ROWS * (A_PITCH / 16))) * BUFFER + at;
             if (row >= m) *reinterpret_cast<Vec4*>(to) = {0, 0, 0, 0};
         }
 
-        uint32_t buffer = 0;
+        uint32_t here = mine;
         Sums sum = {};
         for (int block = first; block < last; block++) {
             const bool more = block + 1 < last;
             __syncwarp();  // everybody has left the buffer that is filled next
             if (more)
-                loader.issue(mine + (buffer ^ 1) * BUFFER, lane, m, lda, scales, delta, padded_n, groups - 1);
+                load_block(2 * mine + BUFFER - here, p, chunk, block + 1);
             else
                 copy_commit();
-            const bool more_upper = more && !(half_tail && block + 2 == blocks);
+            const bool more_upper = more && !(padded_k % BLOCK_K != 0 && block + 2 == blocks);
             copy_wait<1>();
             __syncwarp();
-            const uint32_t here = mine + buffer * BUFFER;
             const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
 #pragma unroll
             for (int step = 0; step < STEPS; step += 2) {
@@ -171,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     }
                 }
             }
-            buffer ^= 1;
+            here = 2 * mine + BUFFER - here;
         }
         if (GROUP == 0) {
             uint32_t pair[4];

@@ -11,7 +11,7 @@
 //
 // How work is cut. A unit is K_STAGE of one tile's k. The units of the first `split_tiles` tiles are dealt out evenly
 // over the grid in order, so a block may begin and end inside a tile; the other tiles are whole, one after another.
-// Of the blocks that share a tile the one that arrives last adds all their float32 partial sums, always in ascending
+// Of the blocks that share a tile the one that arrives last adds the float32 partial sums of all, always in ascending
 // k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
 //
 // Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64, 128;
@@ -332,43 +332,58 @@ __device__ __forceinline__ Float4* slot_of(Float4* partials, const Deal& deal, i
     return partials + static_cast<int64_t>(2 * block + which) * PARTIAL * THREADS + threadIdx.x;
 }
 
-// Publishes this block's partial sums of a split tile. True for the last block to arrive, whose `own` is then the sum.
-__device__ __forceinline__ bool sum_over_blocks(Owned& own, Float4* partials, uint32_t* counters, const Deal& deal,
-                                                int tile, int units) {
+// Hands in this block's partial sums of a split tile. True for the last block to arrive, whose `own` is then the sum.
+__device__ __forceinline__ bool sum_over_blocks(Owned& own, uint8_t* smem, Float4* partials, uint32_t* counters,
+                                                const Deal& deal, int tile, int units) {
     __shared__ uint32_t arrived;
-    const int from = deal.owner(tile * units), to = deal.owner((tile + 1) * units - 1);
+    const int from = deal.owner(tile * units), to = deal.owner((tile + 1) * units - 1), me = blockIdx.x;
+    const uint32_t others = to - from;
     float(&flat)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-    Float4* mine = slot_of(partials, deal, blockIdx.x, tile, units);
+    if (threadIdx.x == 0) arrived = load_acquire(counters + tile);
+    __syncthreads();
+    bool last = arrived == others;
+    if (!last) {
+        Float4* mine = slot_of(partials, deal, me, tile, units);
 #pragma unroll
-    for (int i = 0; i < PARTIAL; i++) mine[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        arrived = atomicAdd(counters + tile, 1u);
-        if (arrived == to - from) counters[tile] = 0;
+        for (int i = 0; i < PARTIAL; i++) mine[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) arrived = atomicAdd(counters + tile, 1u);
+        __syncthreads();
+        last = arrived == others;
     }
-    __syncthreads();
-    const bool last = arrived == to - from;
     __syncthreads();  // `arrived` is written again by the next tile
     if (!last) return false;
+    if (threadIdx.x == 0) counters[tile] = 0;
     __threadfence();
+    // This block's own sums wait in shared memory for their turn, so that registers hold the total and a number of
+    // vectors in flight: of several slots where a slot is small, of a part of one where it is large.
+    Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < PARTIAL; i++) flat[i][0] = flat[i][1] = flat[i][2] = flat[i][3] = 0.f;
-    // Sixteen vectors in flight a thread: of several slots where a slot is small, of a part of one where it is large.
-    constexpr int BATCH = PARTIAL < 16 ? PARTIAL : 16, SLOTS = 16 / BATCH;
+    for (int i = 0; i < PARTIAL; i++) {
+        saved[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
+        flat[i][0] = flat[i][1] = flat[i][2] = flat[i][3] = 0.f;
+    }
+    constexpr int FLIGHT = M_TILE < 64 ? 8 : 16, BATCH = PARTIAL < FLIGHT ? PARTIAL : FLIGHT, SLOTS = FLIGHT / BATCH;
     for (int block = from; block <= to; block += SLOTS) {
 #pragma unroll
         for (int first = 0; first < PARTIAL; first += BATCH) {
             Float4 v[SLOTS][BATCH];
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                const Float4* slot = slot_of(partials, deal, min(block + s, to), tile, units) + first * THREADS;
+                if (block + s > to) continue;
+                if (block + s == me) {
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
+                    for (int i = 0; i < BATCH; i++) v[s][i] = saved[(first + i) * THREADS];
+                } else {
+                    const Float4* slot = slot_of(partials, deal, block + s, tile, units) + first * THREADS;
+#pragma unroll
+                    for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
+                }
             }
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                if (block + s > to) break;
+                if (block + s > to) continue;
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
                     flat[first + i][0] += v[s][i].x, flat[first + i][1] += v[s][i].y;
@@ -377,6 +392,7 @@ __device__ __forceinline__ bool sum_over_blocks(Owned& own, Float4* partials, ui
             }
         }
     }
+    __syncthreads();  // `saved` lies where the tile goes next
     return true;
 }
 
@@ -456,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         run_units(acc, stages, p, tile, w, first, last);
         Owned own;
         sum_over_warps(own, acc, smem, w);
-        if (last - first < units && !sum_over_blocks(own, partials, counters, deal, current, units)) continue;
+        if (last - first < units && !sum_over_blocks(own, smem, partials, counters, deal, current, units)) continue;
         store_tile(own, smem, p, tile, w);
     }
 }

@@ -53,6 +53,11 @@ __device__ __forceinline__ float load_l2(const float* from) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
     return v;
 }
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
 __device__ __forceinline__ void load_shared16(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
