@@ -1,8 +1,8 @@
 """`matmul`, and the table that decides how it is done.
 
-The table is `TABLE` at the end of this file: paths in order, each with its gates. The first path whose gates all
-hold is taken; `explain` shows every gate's answer. A path whose kernel is refused (by the compiler or by the
-driver, before anything ran) is left for the next one, once and with a warning. Nothing else ever changes the path.
+The table is `TABLE` below: paths in order, each with its gates. The first path whose gates all hold is taken;
+`explain` shows every gate's answer. A path whose kernel is refused (by the compiler or by the driver, before
+anything ran) is left for the next one, once and with a warning. Nothing else ever changes the path.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -125,6 +126,7 @@ class Call:
     out: Array | None  # None: to be allocated by the path's caller
     rows: int
     device: DeviceInfo | None  # None: NumPy
+    path: str | None = None  # the one path that the caller insists on
 
     @cached_property
     def plan(self) -> Plan:
@@ -143,7 +145,7 @@ class Call:
 
     @cached_property
     def x_aligned(self) -> Matrix:
-        """Activations in packed row order as kernels of tiles want them; copied to scratch memory only if they are not.
+        """Activations in packed row order, as the tiled kernels want them; copied to scratch only if need be.
 
         Rows start on 16-byte boundaries, and where K is no multiple of 8 zeros follow up to the next one.
         """
@@ -174,7 +176,7 @@ def _perm(weight: Weight) -> Array | None:
 
 
 def _as_rows(array: Array, columns: int) -> Matrix | None:
-    """The array as a matrix of contiguous rows at one stride, without a copy; None if its strides forbid it."""
+    """The array as contiguous rows at one stride, without a copy; None if its strides forbid it."""
     size = array.dtype.itemsize
     shape, strides = array.shape, array.strides
     if columns > 1 and strides[-1] != size:
@@ -271,7 +273,7 @@ def _common_gates(call: Call) -> Gates:
 
 def _marlin_gates(call: Call) -> Gates:
     yield from _common_gates(call)
-    yield "its kernel was not refused before", _not_refused("marlin", call)
+    yield "its kernel was not refused before", _refusal(call) is None
 
 
 def _marlin(call: Call, out: Array) -> None:
@@ -281,9 +283,10 @@ def _marlin(call: Call, out: Array) -> None:
 
 
 def _marlin_pair_gates(call: Call) -> Gates:
+    # Never by itself: the symmetric product alone can overflow float16 where the corrected one does not.
+    yield "it is asked for by name", call.path == "marlin_pair"
     yield from _common_gates(call)
     yield "the weight is asymmetric", not call.weight.symmetric
-    yield "its kernels were not refused before", _not_refused("marlin_pair", call)
 
 
 def _marlin_pair(call: Call, out: Array) -> None:
@@ -308,15 +311,21 @@ def _matrix(out: Array) -> Matrix:
     return rows
 
 
-def _refusal_key(path: str, call: Call) -> tuple[Any, ...]:
-    plan = call.plan if path == "marlin" else call.symmetric_plan
-    return (call.device and call.device.id, path, plan.build)
+def _refusal_key(call: Call) -> tuple[Any, ...]:
+    return (call.device and call.device.id, call.plan.build)
 
 
-def _not_refused(path: str, call: Call) -> bool:
+def _refusal(call: Call) -> str | None:
+    """Why the fused kernel's build was refused before on this device, or None."""
     if not _refused or not isinstance(call.weight, MarlinWeight) or call.device is None or not call.rows:
-        return True
-    return _refusal_key(path, call) not in _refused
+        return None
+    return _refused.get(_refusal_key(call))
+
+
+# Errors of a kernel that ran before, which every later call of the driver reports again.
+_BROKEN_CONTEXT = re.compile(
+    "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|ASSERT|HARDWARE_STACK|ECC"
+)
 
 
 @dataclass(frozen=True)
@@ -348,17 +357,17 @@ def matmul(
     Parameters
     ----------
     x : array [..., K]
-        float16 or bfloat16, of the weight's dtype. A NumPy array takes the reference path; a CuPy array, or anything
-        on a GPU with DLPack or ``__cuda_array_interface__``, the first path of the table whose gates hold. Any
-        leading dimensions, any strides.
+        float16 or bfloat16, of the weight's dtype. A NumPy array takes the reference path; a CuPy array, or
+        anything on a GPU with DLPack or ``__cuda_array_interface__``, the first path of the table whose gates
+        hold. Any leading dimensions, any strides.
     w : MarlinWeight or QuantWeight
         On the same side, and the same device, as `x`.
     bias : array [N], optional
-        Of the same dtype; added in float32 before the result is rounded (in the reference, ``marlin``, ``native``
-        paths) or to the rounded product (``fp16_cache``).
+        Of the same dtype; added in float32 before the product is rounded (``fp16_cache``: to the rounded
+        product; ``marlin_pair``: before the correction, which rounds again).
     out : array [..., N], optional
-        Where to write the result; must not overlap `x` or `bias`. With it, and rows of `x` on 16-byte boundaries,
-        a call allocates nothing once its shape has been seen.
+        Where to write the result; must not overlap `x` or `bias`. With it, a call allocates nothing once its
+        shape has been seen.
     path : str, optional
         Insist on one path: ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"`` or ``"native"``.
 
@@ -376,20 +385,20 @@ def matmul(
 
     Notes
     -----
-    GPU work goes to CuPy's current stream of `x`'s device. Within a CUDA graph capture, scratch memory cannot grow and
-    kernels cannot be loaded: make the same call once before.
+    GPU work goes to CuPy's current stream of `x`'s device. Within a CUDA graph capture, scratch memory cannot
+    grow and kernels cannot be loaded: make the same call once before.
     """
-    call = _checked(x, w, bias, out)
+    call = _checked(x, w, bias, out, path)
     if call.device is None:
-        return _take(call, path)
+        return _take(call)
     cupy = import_cupy()
     if cupy.cuda.runtime.getDevice() == call.device.id:
-        return _take(call, path)
+        return _take(call)
     with cupy.cuda.Device(call.device.id):
-        return _take(call, path)
+        return _take(call)
 
 
-def _take(call: Call, path: str | None) -> Array:
+def _take(call: Call) -> Array:
     out = call.out
     target = out
     if out is None:
@@ -398,20 +407,20 @@ def _take(call: Call, path: str | None) -> Array:
     elif call.device is not None and not ((rows := _as_rows(out, call.weight.N)) and _ascending(rows)):
         target = import_cupy().empty(out.shape, dtype=out.dtype)
     if call.rows:
-        _run(call, target, path)
+        _run(call, target)
     if target is not out:
         out[...] = target
     return out
 
 
-def _run(call: Call, target: Array, path: str | None) -> None:
-    if path is not None:
-        row = _row(path)
+def _run(call: Call, target: Array) -> None:
+    if call.path is not None:
+        row = _row(call.path)
         closed = [gate for gate, holds in row.gates(call) if not holds]
         if closed:
-            raise LaunchError(f"path {path!r} cannot be taken here: it is not so that {closed[0]}")
+            raise LaunchError(f"path {call.path!r} cannot be taken here: it is not so that {closed[0]}")
         row.run(call, target)
-        _record(path, call)
+        _record(call.path, call)
         return
     failure: Exception | None = None
     for row in TABLE:
@@ -421,9 +430,10 @@ def _run(call: Call, target: Array, path: str | None) -> None:
             row.run(call, target)
         except (CompileError, LaunchError) as error:
             failure = error
-            if row.name not in ("marlin", "marlin_pair") or is_capturing(import_cupy()):
+            broken = _BROKEN_CONTEXT.search(str(error))
+            if row.name != "marlin" or broken or is_capturing(import_cupy()):
                 raise
-            key = _refusal_key(row.name, call)
+            key = _refusal_key(call)
             with _lock:
                 new = key not in _refused
                 _refused[key] = str(error)
@@ -442,7 +452,9 @@ def _row(path: str) -> Path:
     raise ValueRangeError(f"no path {path!r}; there are: {', '.join(row.name for row in TABLE)}")
 
 
-def _checked(x: Any, w: Weight, bias: Any, out: Array | None) -> Call:
+def _checked(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None = None) -> Call:
+    if path is not None:
+        _row(path)
     if not isinstance(w, MarlinWeight | QuantWeight):
         raise DTypeError(f"w must be a MarlinWeight or a QuantWeight, got {type(w).__name__}")
     x = _as_array("x", x)
@@ -474,7 +486,7 @@ def _checked(x: Any, w: Weight, bias: Any, out: Array | None) -> Call:
         if x.device.id != codes.device.id:
             raise DeviceError(f"x lies on device {x.device.id}, the weight on device {codes.device.id}")
         device = device_info(x.device.id)
-    return Call(x, w, bias, out, math.prod(x.shape[:-1]), device)
+    return Call(x, w, bias, out, math.prod(x.shape[:-1]), device, path)
 
 
 def _check_like(name: str, array: Array, x: Array, shape: tuple[int, ...]) -> None:
@@ -578,6 +590,6 @@ def explain(x: Any, w: Weight, bias: Any = None, out: Array | None = None) -> Ex
         answers.append(Answer(row.name, gates, takes))
     plan = None
     path = next(answer.path for answer in answers if answer.chosen)
-    if path in ("marlin", "marlin_pair") and call.rows:
-        plan = call.plan if path == "marlin" else call.symmetric_plan
+    if path == "marlin" and call.rows:
+        plan = call.plan
     return Explanation(tuple(answers), plan)

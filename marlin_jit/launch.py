@@ -1,8 +1,8 @@
 """Typed launchers, one a kernel: they fill in the arguments, the grid and the scratch memory.
 
-Nothing else calls a kernel. Callers have checked dtypes, shapes and devices (`marlin_jit.dispatch` does); arrays
-lie on the current device, and work goes to CuPy's current stream. Activations and outputs are given as a
-`Matrix`: a pointer and a row stride, so that strided arrays need no copy.
+Nothing else calls a kernel. Callers have checked dtypes, shapes and devices (`marlin_jit.dispatch` does);
+arrays lie on the current device, and work goes to CuPy's current stream. Activations and outputs are given
+as a `Matrix`: a pointer and a row stride, so that strided arrays need no copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from marlin_jit._array import BFLOAT16, Array
 from marlin_jit.device import DeviceInfo, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
-    GEMM_TILES,
     Build,
     Limits,
     Plan,
@@ -26,6 +25,7 @@ from marlin_jit.plan import (
     decode_shapes,
     gemm_build,
     gemm_stages,
+    gemm_tile_shapes,
 )
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
@@ -34,7 +34,7 @@ _MAX_GRID_Y = 65535
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows of 16-bit elements in device memory: address, row stride in elements, number of rows and columns."""
+    """Rows of 16-bit elements in device memory: address, row stride in elements, rows, columns."""
 
     pointer: int
     stride: int
@@ -64,8 +64,8 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
     plan : Plan
         For these rows and this weight.
     x : Matrix [M, K]
-        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the next one are
-        zero.
+        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the
+        next one are zero.
     delta : cupy.ndarray or None
         ``weight.delta16``, or None for the symmetric product. The plan's build must say the same.
     bias : cupy.ndarray [N] or None
@@ -94,7 +94,7 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
 
 
 def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
-    """Sums of the activations over each group: float32 [M, G] in scratch memory, valid until the next call."""
+    """Sums of the activations over each group: float32 [M, G] in scratch memory until the next call."""
     groups = weight.groups
     size = weight.padded_shape[0] if weight.group_size == -1 else weight.group_size
     sums = scratch.get("group sums", 4 * x.rows * groups)
@@ -215,7 +215,7 @@ def all_builds(arch: str) -> list[Build]:
         for group_size in (32, 64, 128, -1):
             for asymmetric in (False, True):
                 problem = Problem(1, 128, 64, group_size, asymmetric, bfloat16)
-                for tile in GEMM_TILES:
+                for tile in gemm_tile_shapes(limits):
                     fitting = gemm_stages(tile, problem, limits)
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))

@@ -1,7 +1,8 @@
 """From a problem and a device to a kernel build, a grid and a split of the work.
 
-A pure function: no GPU is asked, so that every decision can be tested, and printed, on any machine. It lists the
-builds that fit the device, predicts each one's time from a small model of the work, and takes the least.
+A pure function: no GPU is asked, so that every decision can be tested, and printed, on any machine. It
+lists the builds that fit the device, predicts each one's time from a small model of the work, and takes the
+least.
 
 The model's constants were fitted to an H200; on other devices they only rank builds (see docs/kernels.md).
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from marlin_jit.layout import CHUNK_N, TILE_K
 
@@ -151,9 +152,21 @@ class GemmTile:
 GEMM_TILES = (
     GemmTile(16, 2, 2, 128, 3),
     GemmTile(32, 2, 2, 128, 3),
-    GemmTile(64, 2, 2, 64, 2),
+    GemmTile(64, 2, 2, 128, 2),
     GemmTile(64, 4, 1, 128, 2),
 )
+# For an SM of 100 KB (compute capability 8.6, 8.9, 12.x): shorter stages, so that two blocks still fit.
+GEMM_TILES_SMALL = (
+    GemmTile(16, 2, 2, 128, 2),
+    GemmTile(32, 2, 2, 64, 3),
+    GemmTile(64, 2, 2, 64, 2),
+)
+_SMALL_SM = 128 * 1024
+
+
+def gemm_tile_shapes(limits: Limits) -> tuple[GemmTile, ...]:
+    """The tile shapes for a device."""
+    return GEMM_TILES_SMALL if limits.smem_per_sm < _SMALL_SM else GEMM_TILES
 
 
 def gemm_stages(tile: GemmTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
@@ -210,9 +223,11 @@ def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
 
 
 def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
-    for tile in GEMM_TILES:
-        if tile.m_tile // 2 >= problem.m and tile.m_tile > 16 or (problem.m > 256 and tile.m_tile < 64):
-            continue  # more than half the rows would be padding, and a smaller tile exists
+    for tile in gemm_tile_shapes(limits):
+        if 16 < tile.m_tile >= 2 * problem.m:
+            continue  # half the rows or more would be padding, and a smaller tile exists
+        if tile.m_tile < 64 and problem.m > 256:
+            continue  # unpacks every weight more often than a larger tile
         fitting = gemm_stages(tile, problem, limits)
         if fitting is None:
             continue
@@ -266,12 +281,12 @@ class DecodeShape:
 
 
 DECODE_SHAPES = (DecodeShape(1, 8, 2), DecodeShape(2, 4, 2))
-DECODE_SHAPES_ROOMY = (DecodeShape(1, 8, 1), DecodeShape(2, 4, 1), DecodeShape(1, 6, 2), DecodeShape(2, 3, 2))
+DECODE_SHAPES_ROOMY = (DecodeShape(1, 8, 1), DecodeShape(2, 4, 1))
 
 
 def decode_shapes(problem: Problem) -> tuple[DecodeShape, ...]:
-    """Block shapes for a problem. The sums of A of many small groups do not fit 128 registers a thread."""
-    roomy = problem.asymmetric and problem.group_size in (32, 64)
+    """Block shapes for a problem. What small groups keep apart does not fit 128 registers a thread."""
+    roomy = problem.group_size == 32 or (problem.group_size == 64 and problem.asymmetric)
     return DECODE_SHAPES_ROOMY if roomy else DECODE_SHAPES
 
 

@@ -85,10 +85,32 @@ __device__ __forceinline__ void add_correction(Sums& acc, const float (&a_sum)[4
         acc[j][2] += high * a_sum[0], acc[j][3] += high * a_sum[1];
     }
 }
+__device__ __forceinline__ void add(Float4& sum, const Float4& v) {
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+
+// Columns column .. column + 3 of a row of C, where they exist.
+__device__ __forceinline__ void store(Float4 sum, const uint16_t* bias, uint16_t* row, int column, int n) {
+    float v[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (column + i < n) v[i] += Type::to_float(bias[column + i]);
+    }
+    uint16_t* to = row + column;
+    if (column + 4 <= n && reinterpret_cast<uint64_t>(to) % 8 == 0) {
+        *reinterpret_cast<uint64_t*>(to) = Type::pair(v[0], v[1]) | static_cast<uint64_t>(Type::pair(v[2], v[3])) << 32;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (column + i < n) to[i] = Type::from_float(v[i]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
                   const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
-                  float* partials, uint32_t* counters) {
+                  Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = threadIdx.x / 32, chunk_in_block = warp % CHUNKS, k_warp = warp / CHUNKS;
@@ -191,23 +213,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             shared[warp * CHUNK_FLOATS + (2 * t + i % 2) * SUM_PITCH + 16 * j + g + 8 * (i / 2)] = acc[j][i];
     __syncthreads();
 
-    constexpr int TILE_N = 64 * CHUNKS;
-    const int n0 = blockIdx.x * TILE_N;
-    const int outputs = m * TILE_N;
-    float* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * outputs;
+    // Four columns a thread at a time.
+    constexpr int QUADS = 16 * CHUNKS;  // of a row
+    const int quads = m * QUADS;
     const bool split = gridDim.y > 1;
-    for (int i = threadIdx.x; i < outputs; i += THREADS) {
-        const int row = i / TILE_N, column = i % TILE_N;
+    Float4* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * quads;
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        const int row = i / QUADS, column = i % QUADS * 4;
         const float* from = shared + column / 64 * CHUNK_FLOATS + row * SUM_PITCH + column % 64;
-        float sum = 0.f;
+        Float4 sum = {0, 0, 0, 0};
 #pragma unroll
-        for (int w = 0; w < K_WARPS; w++) sum += from[w * CHUNKS * CHUNK_FLOATS];
-        if (split) {
-            slots[blockIdx.y * outputs + i] = sum;
-        } else if (n0 + column < n) {
-            if (bias != nullptr) sum += Type::to_float(bias[n0 + column]);
-            c[row * ldc + n0 + column] = Type::from_float(sum);
-        }
+        for (int w = 0; w < K_WARPS; w++) add(sum, *reinterpret_cast<const Float4*>(from + w * CHUNKS * CHUNK_FLOATS));
+        if (split)
+            slots[blockIdx.y * quads + i] = sum;
+        else
+            store(sum, bias, c + row * ldc, blockIdx.x * (64 * CHUNKS) + column, n);
     }
     if (!split) return;
 
@@ -221,13 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
     if (arrived != gridDim.y - 1) return;
     __threadfence();
-    for (int i = threadIdx.x; i < outputs; i += THREADS) {
-        const int row = i / TILE_N, column = i % TILE_N;
-        float sum = 0.f;
-        for (int s = 0; s < gridDim.y; s++) sum += load_l2(slots + s * outputs + i);
-        if (n0 + column < n) {
-            if (bias != nullptr) sum += Type::to_float(bias[n0 + column]);
-            c[row * ldc + n0 + column] = Type::from_float(sum);
-        }
+    for (int i = threadIdx.x; i < quads; i += THREADS) {
+        Float4 sum = {0, 0, 0, 0};
+#pragma unroll 4
+        for (int s = 0; s < gridDim.y; s++) add(sum, load_l2(slots + s * quads + i));
+        store(sum, bias, c + i / QUADS * ldc, blockIdx.x * (64 * CHUNKS) + i % QUADS * 4, n);
     }
 }
