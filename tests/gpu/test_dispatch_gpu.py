@@ -22,7 +22,10 @@ cp = pytest.importorskip("cupy")
 engine = import_module("marlin_jit.dispatch")  # the package's attribute of that name is the function
 
 FP16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-BOUND = {FP16: 4e-4, BF16: 3e-3}
+BOUND = {FP16: 8e-4, BF16: 6e-3}
+"""Twice the usual: what is tested here is places, not rounding (`test_gemm` does), and some outputs are few."""
+FEW = {FP16: 1.5e-3, BF16: 1.2e-2}
+"""For a handful of outputs, which have no average error."""
 PATHS = ("marlin", "marlin_pair", "native")
 K, N = 256, 192
 
@@ -52,10 +55,10 @@ def exact_of(x: Any, w64: Any) -> Any:
     return product(rows, w64).reshape(*x.shape[:-1], w64.shape[1])
 
 
-def check(y: Any, exact: Any) -> None:
+def check(y: Any, exact: Any, bound: dict[Any, float] = BOUND) -> None:
     assert y.shape == exact.shape
     error = relative_error(y, exact)
-    assert error <= BOUND[y.dtype], f"relative error {error:.2e}"
+    assert error <= bound[y.dtype], f"relative error {error:.2e}"
 
 
 def same(a: Any, b: Any) -> bool:
@@ -119,19 +122,32 @@ def test_strided_out(path: str, plain: Any, w: Any, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize(
-    ("columns", "group"), [(100, -1), (104, -1), (97, -1), (96, 32), (8, -1), (1, -1), (320, 64)]
+    ("columns", "group", "dtype"),
+    [
+        (100, -1, FP16),
+        (100, -1, BF16),
+        (104, -1, FP16),
+        (97, -1, FP16),
+        (96, 32, FP16),
+        (8, -1, FP16),
+        (1, -1, FP16),
+        (320, 64, FP16),
+    ],
+    ids=str,
 )
-def test_what_lies_beyond_k_is_not_read(columns: int, group: int, rng: np.random.Generator) -> None:
+def test_what_lies_beyond_k_is_not_read(
+    columns: int, group: int, dtype: np.dtype, rng: np.random.Generator
+) -> None:
     """Neighbours of x are NaN, so a single one that is multiplied, even by zero, shows."""
-    qw = random_weight(rng, columns, 72, group, symmetric=False, dtype=FP16)
+    qw = random_weight(rng, columns, 72, group, symmetric=False, dtype=dtype)
     packed, w64 = mj.pack(qw), weight64(qw)
     for M in (1, 5, 20, 70):
-        parent = cp.full((M + 2, 512), np.nan, FP16)
+        parent = cp.full((M + 2, 512), np.nan, np.float32).astype(dtype)
         for first in (0, 8, 3):
             x = parent[1 : M + 1, first : first + columns]
-            x[...] = random_rows(rng, M, columns, FP16)
+            x[...] = random_rows(rng, M, columns, dtype)
             for path in PATHS:
-                check(mj.matmul(x, packed, path=path), exact_of(x, w64))
+                check(mj.matmul(x, packed, path=path), exact_of(x, w64), FEW)
             x[...] = np.nan
 
 
@@ -146,7 +162,7 @@ def test_tails_of_n(columns: int, rng: np.random.Generator) -> None:
             for first in (0, 1):
                 out = parent[1 : M + 1, first : first + columns]
                 mj.matmul(x, packed, out=out, path=path)
-                check(out, exact_of(x, w64))
+                check(out, exact_of(x, w64), FEW)
                 out[...] = 777
                 assert bool((parent == 777).all()), "wrote outside the output"
 
