@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import marlin_jit as mj
-from marlin_jit import layout, plan
+from marlin_jit import launch, layout, plan
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP16 = np.dtype(np.float16)
@@ -136,7 +136,11 @@ def ldmatrix(memory: np.ndarray, addresses: np.ndarray) -> np.ndarray:
     return rows[:, G][:, LANE, :].reshape(4, 32, 4, 2)[:, LANE, T]
 
 
-GEMM_SHAPES = plan.GEMM_TILES
+TILES = sorted(
+    {t for memory in launch.SHARED_MEMORY.values() for t in plan.gemm_tile_shapes(plan.Limits(132, *memory))},
+    key=str,
+)
+DECODE = plan.decode_build(plan.decode_shapes(PROBLEM)[0], PROBLEM).defines
 
 
 def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:
@@ -159,7 +163,7 @@ def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:
     return memory
 
 
-@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_ldmatrix_delivers_b_fragments(tile: plan.GemmTile) -> None:
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
     A = np.arange(c.M_TILE * c.K_STAGE, dtype=np.int64).reshape(c.M_TILE, c.K_STAGE)
@@ -192,7 +196,7 @@ def test_ldmatrix_delivers_b_fragments(tile: plan.GemmTile) -> None:
                             assert np.array_equal(registers[2 * mb + b][:, half], expected)
 
 
-@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_words_reach_the_lane_they_belong_to(tile: plan.GemmTile) -> None:
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
     padded_n = c.TILE_N
@@ -222,7 +226,7 @@ def test_words_reach_the_lane_they_belong_to(tile: plan.GemmTile) -> None:
 
 def test_ldmatrix_of_the_decode_kernel() -> None:
     """Two k16 steps at once: {b0, b1} of step, {b0, b1} of step + 1."""
-    c = kernel_source.constants("decode.cu", plan.decode_build(plan.DECODE_SHAPES[0], PROBLEM).defines)
+    c = kernel_source.constants("decode.cu", DECODE)
     A = np.arange(c.ROWS * c.BLOCK_K).reshape(c.ROWS, c.BLOCK_K)
     memory = np.full(c.S_AT // 2, -1)
     for row in range(c.ROWS):
@@ -298,7 +302,7 @@ def movmatrix(registers: np.ndarray) -> np.ndarray:
     return matrix.T[G[:, None], 2 * T[:, None] + np.arange(2)]
 
 
-@pytest.mark.parametrize("tile", GEMM_SHAPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_epilogue_puts_every_output_in_its_place(tile: plan.GemmTile) -> None:
     """C^T (PTX ISA: c0, c1 at row g, columns 2t, 2t+1; c2, c3 at row g + 8) through movmatrix."""
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
@@ -336,7 +340,7 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.GemmTile) -> None:
 
 def test_exchange_of_the_decode_kernel_meets_no_bank_twice() -> None:
     """acc[j][i] goes to row 2t + i%2, column 16j + g + 8*(i/2): C[m, n], and 32 different banks."""
-    c = kernel_source.constants("decode.cu", plan.decode_build(plan.DECODE_SHAPES[0], PROBLEM).defines)
+    c = kernel_source.constants("decode.cu", DECODE)
     at = kernel_source.find("decode.cu", r"shared\[warp \* CHUNK_FLOATS \+ (.*?)\] = acc\[j\]\[i\];")[1]
     places = set()
     for j in range(4):

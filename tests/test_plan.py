@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from marlin_jit import launch, plan
 from marlin_jit.layout import padded_shape
-from marlin_jit.plan import DECODE_SHAPES, GEMM_TILES, Limits, Plan, Problem
+from marlin_jit.plan import Limits, Plan, Problem
 
 ARCHS = sorted(launch.SHARED_MEMORY)
 GROUPS = (32, 64, 128, -1)
+TILES = sorted(
+    {t for arch in ARCHS for t in plan.gemm_tile_shapes(Limits(132, *launch.SHARED_MEMORY[arch]))}, key=str
+)
 H200 = Limits(132, *launch.SHARED_MEMORY["90a"])
 STATIC_SMEM = 128
 """A block's `arrived`, rounded up to the unit in which shared memory is given out."""
@@ -75,7 +78,7 @@ def gemm_tile(p: Plan) -> plan.GemmTile:
     macros = p.build.defines
     keys = ("M_TILE", "WARPS_N", "WARPS_K", "K_STAGE", "MIN_BLOCKS")
     shape = tuple(macros[k] for k in keys)
-    (tile,) = (t for t in GEMM_TILES if (t.m_tile, t.warps_n, t.warps_k, t.k_stage, t.blocks) == shape)
+    (tile,) = (t for t in TILES if (t.m_tile, t.warps_n, t.warps_k, t.k_stage, t.blocks) == shape)
     return tile
 
 
@@ -113,7 +116,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
     for group_size in GROUPS:
         for asymmetric in (False, True):
             problem = Problem(1, 128, 64, group_size, asymmetric, False)
-            for tile in GEMM_TILES:
+            for tile in plan.gemm_tile_shapes(limits):
                 p, fitting = (
                     plan.gemm_plan(tile, 1, 0, problem, limits),
                     plan.gemm_stages(tile, problem, limits),
@@ -123,7 +126,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
                 assert fitting is not None
                 assert p.smem + STATIC_SMEM <= per_block, (tile, problem)
                 assert fitting[1] * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (tile, problem)
-            for shape in DECODE_SHAPES:
+            for shape in plan.decode_shapes(problem):
                 p = plan.decode_plan(shape, 1, problem, limits)
                 if p is None:
                     continue
@@ -145,7 +148,7 @@ def test_every_architecture_has_a_tile_for_every_weight(arch: str) -> None:
 
 
 def test_sizes_are_those_the_gemm_kernel_uses() -> None:
-    for tile in GEMM_TILES:
+    for tile in TILES:
         for group_size in GROUPS:
             for asymmetric in (False, True):
                 problem = Problem(1, 128, 64, group_size, asymmetric, False)
@@ -161,10 +164,10 @@ def test_sizes_are_those_the_gemm_kernel_uses() -> None:
 
 
 def test_sizes_are_those_the_decode_kernel_uses() -> None:
-    for shape in DECODE_SHAPES:
-        for group_size in GROUPS:
-            for asymmetric in (False, True):
-                problem = Problem(1, 128, 64, group_size, asymmetric, False)
+    for group_size in GROUPS:
+        for asymmetric in (False, True):
+            problem = Problem(1, 128, 64, group_size, asymmetric, False)
+            for shape in plan.decode_shapes(problem):
                 c = kernel_source.constants("decode.cu", plan.decode_build(shape, problem).defines)
                 assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, plan.DECODE_MAX_M)
                 assert shape.threads == c.THREADS
@@ -262,7 +265,7 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from(GEMM_TILES))
+@given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from(TILES))
 def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.GemmTile) -> None:
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PLAIN).defines)
     tile_at = kernel_source.function("marlin.cu", "tile_at(int index, const Problem& p)", vars(c))

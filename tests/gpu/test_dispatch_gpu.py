@@ -23,7 +23,7 @@ engine = import_module("marlin_jit.dispatch")  # the package's attribute of that
 
 FP16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 BOUND = {FP16: 8e-4, BF16: 6e-3}
-"""Twice the usual: what is tested here is places, not rounding (`test_gemm` does), and some outputs are few."""
+"""Twice the usual: this is about places, not rounding (`test_gemm` is), and some outputs are few."""
 FEW = {FP16: 1.5e-3, BF16: 1.2e-2}
 """For a handful of outputs, which have no average error."""
 PATHS = ("marlin", "marlin_pair", "native")
@@ -398,15 +398,12 @@ def test_a_refused_launch_falls_to_the_next_path(
     x = random_rows(rng, 20, K, FP16)
     for _ in range(3):
         check(mj.matmul(x, w), exact_of(x, weight64(plain)))
-    assert len(tried) == 2  # marlin, then the symmetric product of marlin_pair
+    assert len(tried) == 1
     assert mj.stats() == {"native": 3}
     warned = [
         r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name == engine.__name__
     ]
-    assert warned == [
-        f"path {path} is refused, the next one is taken from now on: out of registers"
-        for path in ("marlin", "marlin_pair")
-    ]
+    assert warned == ["path marlin is refused, the next one is taken from now on: out of registers"]
     assert mj.explain(x, w).path == "native"
 
 
@@ -498,7 +495,8 @@ def test_steady_state_allocates_nothing(rng: np.random.Generator) -> None:
         ordered,
     ]
     bias = random_rows(rng, 1, N, FP16)[0]
-    inputs = [(random_rows(rng, M, 2048, FP16), cp.empty((M, N), FP16)) for M in (1, 20, 200)]
+    wide = random_rows(rng, 200, 2056, FP16)
+    inputs = [(wide[:M, at : at + 2048], cp.empty((M, N), FP16)) for M in (1, 20, 200) for at in (0, 1)]
 
     def calls() -> None:
         for weight in weights:
