@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from marlin_jit.layout import CHUNK_N, TILE_K
+from marlin_jit.layout import CHUNK_N
 
 Defines = dict[str, int]
 
@@ -202,7 +202,7 @@ def gemm_plan(tile: GemmTile, grid: int, split_tiles: int, problem: Problem, lim
     fitting = gemm_stages(tile, problem, limits)
     if fitting is None:
         return None
-    stages, blocks = fitting
+    stages, _ = fitting
     smem = max(stages * tile.stage_bytes(problem.group_size, problem.asymmetric), tile.sums_bytes)
     return Plan(
         build=gemm_build(tile, stages, problem),
@@ -212,7 +212,7 @@ def gemm_plan(tile: GemmTile, grid: int, split_tiles: int, problem: Problem, lim
         split_tiles=split_tiles,
         partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
         counters=split_tiles,
-        microseconds=_gemm_microseconds(tile, grid, split_tiles, blocks, problem, limits),
+        microseconds=_gemm_microseconds(tile, grid, split_tiles, problem, limits),
     )
 
 
@@ -336,14 +336,18 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 
 
 # ---- the model ------------------------------------------------------------------------------------------
+#
+# A launch takes a fixed time, plus the larger of reading everything once and multiplying, plus the exchange of
+# partial sums. Multiplying is linear in the units of work of the busiest SM, whether they belong to one block
+# there or to several: docs/notes/planner.md has the measurements and the fit.
 
-_CLOCK = 1.7e3  # SM clocks a microsecond under load
-_LAUNCH = 2.5  # microseconds from launch to the first data, and from the last data to the end
+_START = 4.0  # microseconds from launch to the first product, and from the last one to the end
 _STREAM = 4.1e6  # bytes of global memory a microsecond
+_L2_BYTES = 50e6
 
 
 def _stream_microseconds(problem: Problem) -> float:
-    """Time to read the weight, the activations and to write the output once."""
+    """Time to read the weight and the activations, and to write the output, once."""
     groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
     weight = problem.padded_k * problem.padded_n / 2
     scales = 2 * groups * problem.padded_n * (2 if problem.asymmetric else 1)
@@ -351,43 +355,55 @@ def _stream_microseconds(problem: Problem) -> float:
 
 
 def _gemm_microseconds(
-    tile: GemmTile, grid: int, split_tiles: int, blocks: int, problem: Problem, limits: Limits
+    tile: GemmTile, grid: int, split_tiles: int, problem: Problem, limits: Limits
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
-    # A unit's cost, in SM clocks: tensor cores (6.2 clocks a quarter SM and mma), and shared memory at
-    # 128 bytes a clock for what is written once and read by every warp.
-    mma = tile.n_tile / 16 * tile.m_tile / 8 * tile.k_stage / TILE_K * 6.2 / 4
-    activations = tile.m_tile * tile.k_stage * 2
-    shared = (activations * (1 + tile.warps_n) + tile.k_stage * tile.n_tile) / 128
-    clocks = max(mma / 0.8, shared / 0.8)
-    whole = tiles - split_tiles
-    units_each = split_tiles * units / grid + _ceil_div(whole, grid) * units
-    resident = min(blocks, _ceil_div(grid, limits.sm_count))
-    # A block alone on its SM keeps the tensor cores about 60% as busy as two do.
-    busy = 0.6 if resident == 1 else 1.0
-    compute = units_each * resident * clocks / busy / _CLOCK
-    sharers = 0.0 if not split_tiles else grid / split_tiles
-    exchange = 0.0
-    if sharers > 1 or (split_tiles and split_tiles > grid):
-        each = tile.partial_bytes / tile.threads / 16 / 16  # batches of 16 vectors a thread
-        exchange = 1.0 + max(sharers, 2.0) * 0.45 * max(each, 0.5)
-    return _LAUNCH + max(compute, _stream_microseconds(problem)) + exchange
+    # What 64 columns x 128 k cost an SM: unpacking, the mma of the rows, and fetching the rows.
+    chunk = 0.084 + 0.0034 * tile.m_tile + 0.0058 * (tile.m_tile / 4 / tile.warps_n)
+    unit = chunk * tile.warps_n * tile.k_stage / 128
+    resident = _ceil_div(grid, limits.sm_count)
+    turns, rest = divmod(tiles - split_tiles, grid)
+    # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
+    uneven = min(resident, _ceil_div(2 * rest, limits.sm_count))
+    busiest = (resident * split_tiles / grid + turns * resident + uneven) * units
+    # Blocks that begin inside tiles walk k out of step, and share little in L2: what exceeds it is read again.
+    again = 0.0
+    if tiles > grid and split_tiles:
+        inputs = problem.padded_k * (2 * problem.m + problem.padded_n / 2)
+        again = 3e-6 * max(0.0, inputs - _L2_BYTES)
+    work = max(busiest * unit, _stream_microseconds(problem))
+    return _START + work + again + _exchange(tile, grid, split_tiles)
+
+
+def _exchange(tile: GemmTile, grid: int, split_tiles: int) -> float:
+    """What it takes to add the partial sums of the blocks that share a tile."""
+    if not split_tiles:
+        return 0.0
+    kilobytes = tile.partial_bytes / 1024
+    sharers = grid / split_tiles
+    if grid % split_tiles:  # blocks begin and end inside tiles: most take part in two
+        return 2.0 + 0.15 * kilobytes + (0.25 + 0.018 * kilobytes) * (sharers + 1)
+    if sharers == 1:
+        return 0.0
+    uneven = 0.0 if sharers in (2, 4, 8, 16) else 4.0
+    return 1.2 + 0.02 * kilobytes + (0.25 + 0.018 * kilobytes) * sharers + uneven
 
 
 def _decode_microseconds(
     shape: DecodeShape, columns: int, split: int, problem: Problem, limits: Limits
 ) -> float:
     blocks = columns * split
-    warps_k = split * shape.k_warps
-    k_blocks = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
-    waves = _ceil_div(blocks, limits.sm_count * shape.blocks)
-    # Units of 64 columns x 128 k on the busiest SM; each costs about 160 clocks of it for eight rows.
-    resident = min(shape.blocks, _ceil_div(blocks, limits.sm_count))
-    units = waves * resident * shape.chunks * shape.k_warps * _ceil_div(k_blocks, warps_k)
-    compute = units * 160 / _CLOCK
-    uneven = _ceil_div(k_blocks, warps_k) * warps_k / k_blocks
-    exchange = 0.3 if split == 1 else 1.7
-    return _LAUNCH + max(compute, _stream_microseconds(problem) * uneven) + exchange
+    slots = limits.sm_count * shape.blocks
+    waves = _ceil_div(blocks, slots)
+    alone = blocks <= limits.sm_count or shape.blocks == 1
+    # Blocks of 128 k that a warp takes one after the other: 16 warps an SM share what 8 do not exhaust.
+    steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
+    pace = _START + steps * (0.87 if alone else 1.5) + 1.5 * (waves - 1)
+    # Every chunk fetches the activations for itself.
+    activations = 2 * problem.m * problem.padded_k * (problem.padded_n / CHUNK_N) / _STREAM
+    stream = 2.1 + _stream_microseconds(problem) + activations
+    exchange = 0.0 if split == 1 else 1.2 + 0.1 * problem.m * (1 + shape.chunks)
+    return max(pace, stream) + exchange
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:
