@@ -337,12 +337,13 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 
 # ---- the model ------------------------------------------------------------------------------------------
 #
-# A launch takes a fixed time, plus the larger of reading everything once and multiplying, plus the exchange of
-# partial sums. Multiplying is linear in the units of work of the busiest SM, whether they belong to one block
-# there or to several: docs/notes/planner.md has the measurements and the fit.
+# A launch takes a fixed time, plus the larger of reading everything once and multiplying, plus the exchange
+# of partial sums. Multiplying is linear in the units of work of the busiest SM, whether they belong to one
+# block there or to several: docs/notes/planner.md has the measurements and the fit.
 
 _START = 4.0  # microseconds from launch to the first product, and from the last one to the end
 _STREAM = 4.1e6  # bytes of global memory a microsecond
+_L2_STREAM = 6e6  # bytes of the L2 cache a microsecond
 _L2_BYTES = 50e6
 
 
@@ -359,14 +360,14 @@ def _gemm_microseconds(
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
     # What 64 columns x 128 k cost an SM: unpacking, the mma of the rows, and fetching the rows.
-    chunk = 0.084 + 0.0034 * tile.m_tile + 0.0058 * (tile.m_tile / 4 / tile.warps_n)
+    chunk = 0.08 + 0.0033 * tile.m_tile + 0.008 * (tile.m_tile / 4 / tile.warps_n)
     unit = chunk * tile.warps_n * tile.k_stage / 128
     resident = _ceil_div(grid, limits.sm_count)
     turns, rest = divmod(tiles - split_tiles, grid)
     # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
     uneven = min(resident, _ceil_div(2 * rest, limits.sm_count))
     busiest = (resident * split_tiles / grid + turns * resident + uneven) * units
-    # Blocks that begin inside tiles walk k out of step, and share little in L2: what exceeds it is read again.
+    # Blocks that begin inside tiles walk k out of step and share little in L2: the excess is read again.
     again = 0.0
     if tiles > grid and split_tiles:
         inputs = problem.padded_k * (2 * problem.m + problem.padded_n / 2)
@@ -398,12 +399,12 @@ def _decode_microseconds(
     alone = blocks <= limits.sm_count or shape.blocks == 1
     # Blocks of 128 k that a warp takes one after the other: 16 warps an SM share what 8 do not exhaust.
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    pace = _START + steps * (0.87 if alone else 1.5) + 1.5 * (waves - 1)
+    pace = _START + steps * (0.87 if alone else 1.5)
     # Every chunk fetches the activations for itself.
-    activations = 2 * problem.m * problem.padded_k * (problem.padded_n / CHUNK_N) / _STREAM
+    activations = 2 * problem.m * problem.padded_k * (problem.padded_n / CHUNK_N) / _L2_STREAM
     stream = 2.1 + _stream_microseconds(problem) + activations
-    exchange = 0.0 if split == 1 else 1.2 + 0.1 * problem.m * (1 + shape.chunks)
-    return max(pace, stream) + exchange
+    exchange = 0.0 if split == 1 else 1.2 + 0.05 * problem.m * (1 + shape.chunks)
+    return max(pace, stream) + 1.5 * (waves - 1) + exchange
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:
