@@ -96,6 +96,7 @@ def _ceil_div(a: int, b: int) -> int:
 # ---- marlin_gemm (marlin.cu): any M ---------------------------------------------------------------------
 
 _SYSTEM_SMEM = 1024  # bytes of shared memory that CUDA keeps a block
+_STATIC_SMEM = 16  # bytes of static shared memory of our kernels
 _MAX_STAGES = 6
 _MIN_STAGES = 3
 
@@ -173,7 +174,7 @@ def gemm_stages(tile: GemmTile, problem: Problem, limits: Limits) -> tuple[int, 
     """Stages and blocks an SM that the device's shared memory allows, or None if the tile does not fit it."""
     stage = tile.stage_bytes(problem.group_size, problem.asymmetric)
     for blocks in range(tile.blocks, 0, -1):
-        room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM)
+        room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM) - _STATIC_SMEM
         stages = min(_MAX_STAGES, room // stage)
         if stages >= _MIN_STAGES and room >= tile.sums_bytes:
             return stages, blocks
@@ -307,7 +308,10 @@ def decode_build(shape: DecodeShape, problem: Problem) -> Build:
 def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits) -> Plan | None:
     """The plan of one block shape with k split over `split` blocks, or None if it does not fit the device."""
     smem = shape.smem(problem.group_size, problem.asymmetric)
-    if smem > limits.smem_per_block or shape.blocks * (smem + _SYSTEM_SMEM) > limits.smem_per_sm:
+    with_static = smem + _STATIC_SMEM
+    if with_static > limits.smem_per_block:
+        return None
+    if shape.blocks * (with_static + _SYSTEM_SMEM) > limits.smem_per_sm:
         return None
     columns = _ceil_div(problem.padded_n, CHUNK_N * shape.chunks)
     outputs = problem.m * CHUNK_N * shape.chunks
