@@ -96,7 +96,7 @@ def _ceil_div(a: int, b: int) -> int:
 # ---- marlin_gemm (marlin.cu): any M ---------------------------------------------------------------------
 
 _SYSTEM_SMEM = 1024  # bytes of shared memory that CUDA keeps a block
-_STATIC_SMEM = 16  # bytes of static shared memory of our kernels
+_STATIC_SMEM = 128  # bytes of a block besides: our static variables, and aligning what follows them
 _MAX_STAGES = 6
 _MIN_STAGES = 3
 
