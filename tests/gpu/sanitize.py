@@ -1,0 +1,61 @@
+"""Runs every kernel once on small shapes: what compute-sanitizer is pointed at (see CONTRIBUTING.md).
+
+compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+import marlin_jit as mj
+from marlin_jit import launch, plan
+from marlin_jit.device import current_device
+from marlin_jit.dispatch import matmul
+
+
+def matrix(array: cupy.ndarray) -> launch.Matrix:
+    return launch.Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)
+
+
+def main() -> None:
+    """Each plan, path and helper kernel on problems that fit no tile."""
+    rng = np.random.default_rng(0)
+    limits = launch.limits_of(current_device())
+    count = 0
+    for K, N, group in ((384, 328, 128), (320, 200, 64), (288, 72, 32), (250, 130, -1)):
+        groups = 1 if group == -1 else K // group
+        q = cupy.asarray(rng.integers(0, 16, (K, N), dtype=np.uint8))
+        scale = cupy.asarray((0.01 + 0.01 * rng.random((groups, N))).astype(np.float16))
+        points = cupy.asarray(rng.integers(0, 16, (groups, N), dtype=np.uint8))
+        w = mj.pack(mj.QuantWeight.from_zero_points(q, scale, points, group))
+        exact = None
+        for M in (1, 7, 16, 33, 70):
+            x = cupy.asarray(rng.standard_normal((M, K)).astype(np.float16))
+            exact = x.astype(np.float64).get() @ mj.dequantize(w).get().astype(np.float64)
+            if K % 8 == 0:
+                for p in plan.plans(launch.problem_of(M, w, asymmetric=True), limits):
+                    out = cupy.full((M, N), np.nan, np.float16)
+                    launch.marlin(p, matrix(x), w, w.delta16, None, matrix(out))
+                    assert np.abs(out.get() - exact).max() < 0.05, p
+                    count += 1
+            for path in ("marlin", "marlin_pair", "native"):
+                assert np.abs(matmul(x, w, path=path).get() - exact).max() < 0.05, (path, M, K)
+                count += 1
+        dense = cupy.empty((K, N), np.float16)
+        launch.dequantize(w, dense)
+        assert bool((dense == mj.dequantize(w)).all())
+    order = rng.integers(0, 2, 256).argsort(kind="stable")
+    g_idx = np.empty(256, np.int32)
+    g_idx[order] = np.arange(256) // 128
+    q = cupy.asarray(rng.integers(0, 16, (256, 64), dtype=np.uint8))
+    shuffled = mj.QuantWeight(q, cupy.full((2, 64), 0.01, np.float16), None, 128, cupy.asarray(g_idx))
+    x = cupy.asarray(rng.standard_normal((9, 256)).astype(np.float16))
+    difference = matmul(x, mj.pack(shuffled)) - matmul(x, shuffled)
+    assert float(abs(difference).max()) < 0.01
+    cupy.cuda.runtime.deviceSynchronize()
+    print(f"{count} products right")
+
+
+if __name__ == "__main__":
+    main()
