@@ -44,7 +44,7 @@ class Matrix:
 
 def limits_of(device: DeviceInfo) -> Limits:
     """What `marlin_jit.plan` needs to know of a device."""
-    return Limits(device.sm_count, device.smem_per_block, device.smem_per_sm)
+    return Limits(device.sm_count, device.smem_per_block, device.smem_per_sm, device.capability[0])
 
 
 def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
@@ -90,17 +90,25 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
     kernel(plan.grid, (plan.threads,), args, plan.smem)
 
 
+def load(plan: Plan) -> None:
+    """Compile and load a plan's kernel ahead of its first launch."""
+    _kernel(plan.build, plan.smem)
+
+
 # ---- the correction pair --------------------------------------------------------------------------------
 
 
 def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
-    """Sums of the activations over each group: float32 [M, G] in scratch memory until the next call."""
+    """Sums of the activations over each group: float32 [M, G] in scratch memory until the next call.
+
+    `x` is as for `marlin`.
+    """
     groups = weight.groups
-    size = weight.padded_shape[0] if weight.group_size == -1 else weight.group_size
     sums = scratch.get("group sums", 4 * x.rows * groups)
-    kernel = _kernel(_plain_build("group_sums.cu", "group_sums", weight.dtype == BFLOAT16))
-    args = (x.pointer, x.stride, sums, _i32(x.columns), _i32(groups), _i32(size))
-    kernel((x.rows * groups,), (128,), args)
+    kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
+    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(-(-x.columns // 8) * 8), _i32(groups))
+    lanes = 32 if weight.group_size == -1 else weight.group_size // 8
+    kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
     return sums
 
 
@@ -175,17 +183,22 @@ def _plain_build(source: str, name: str, bfloat16: bool) -> Build:
     return Build(source, name, (("BF16", int(bfloat16)),))
 
 
+def _sums_build(group_size: int, bfloat16: bool) -> Build:
+    group = 0 if group_size == -1 else group_size
+    return Build("group_sums.cu", "group_sums", (("BF16", int(bfloat16)), ("GROUP", group)))
+
+
 _GATHER = Build("gather.cu", "gather_columns", ())
 
-# Shared memory of the architectures we build for, in bytes: of one block (by opting in), of one SM. CUDA C++
-# programming guide, table of technical specifications per compute capability.
-SHARED_MEMORY = {
-    "80": (166912, 167936),
-    "86": (101376, 102400),
-    "89": (101376, 102400),
-    "90a": (232448, 233472),
-    "100": (232448, 233472),
-    "120": (101376, 102400),
+# The architectures we build for: shared memory in bytes of one block (by opting in) and of one SM, and the
+# major compute capability. CUDA C++ programming guide, technical specifications per compute capability.
+ARCH_LIMITS = {
+    "80": (166912, 167936, 8),
+    "86": (101376, 102400, 8),
+    "89": (101376, 102400, 8),
+    "90a": (232448, 233472, 9),
+    "100": (232448, 233472, 10),
+    "120": (101376, 102400, 12),
 }
 
 
@@ -202,24 +215,24 @@ def all_builds(arch: str) -> list[Build]:
     ValueError
         Another architecture.
     """
-    if arch not in SHARED_MEMORY:
-        raise ValueError(f"no builds are listed for sm_{arch}; there are: {', '.join(SHARED_MEMORY)}")
-    limits = Limits(132, *SHARED_MEMORY[arch])  # the number of SMs changes no build
+    if arch not in ARCH_LIMITS:
+        raise ValueError(f"no builds are listed for sm_{arch}; there are: {', '.join(ARCH_LIMITS)}")
+    limits = Limits(132, *ARCH_LIMITS[arch])  # the number of SMs changes no build
     builds = [_GATHER]
     for bfloat16 in (False, True):
         for packed in (True, False):
             builds.append(_scalar_build("native.cu", "native_int4", packed, bfloat16))
             builds.append(_scalar_build("dequantize.cu", "dequantize", packed, bfloat16))
-        builds.append(_plain_build("group_sums.cu", "group_sums", bfloat16))
         builds.append(_plain_build("correction.cu", "correction", bfloat16))
         for group_size in (32, 64, 128, -1):
+            builds.append(_sums_build(group_size, bfloat16))
             for asymmetric in (False, True):
                 problem = Problem(1, 128, 64, group_size, asymmetric, bfloat16)
-                for tile in gemm_tile_shapes(limits):
+                for tile in gemm_tile_shapes(problem, limits):
                     fitting = gemm_stages(tile, problem, limits)
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))
-                builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem))
+                builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem, limits))
     return builds
 
 

@@ -60,11 +60,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must know of a device."""
+    """What a plan must know of a device: SMs, bytes of shared memory, major compute capability."""
 
     sm_count: int
     smem_per_block: int
     smem_per_sm: int
+    major: int
 
 
 @dataclass(frozen=True)
@@ -150,24 +151,23 @@ class GemmTile:
         return self.m_tile * self.n_tile * 4
 
 
-GEMM_TILES = (
-    GemmTile(16, 2, 2, 128, 3),
-    GemmTile(32, 2, 2, 128, 3),
-    GemmTile(64, 2, 2, 128, 2),
-    GemmTile(64, 4, 1, 128, 2),
-)
-# For an SM of 100 KB (compute capability 8.6, 8.9, 12.x): shorter stages, so that two blocks still fit.
-GEMM_TILES_SMALL = (
-    GemmTile(16, 2, 2, 128, 2),
-    GemmTile(32, 2, 2, 64, 3),
-    GemmTile(64, 2, 2, 64, 2),
-)
+def gemm_tile_shapes(problem: Problem, limits: Limits) -> tuple[GemmTile, ...]:
+    """The tile shapes for a problem on a device."""
+    if limits.smem_per_sm < _SMALL_SM:  # compute capability 8.6, 8.9, 12.x: short stages let two blocks fit
+        return (GemmTile(16, 2, 2, 128, 2), GemmTile(32, 2, 2, 64, 3), GemmTile(64, 2, 2, 64, 2))
+    # ptxas needs some registers more for compute capability 10.
+    blocks_of_32 = 2 if limits.major == 10 else 3
+    # Longer stages spread the cost of scales and deltas; without deltas the shorter ones are ahead by 3%.
+    k_stage_of_64 = 128 if problem.asymmetric else 64
+    return (
+        GemmTile(16, 2, 2, 128, 3),
+        GemmTile(32, 2, 2, 128, blocks_of_32),
+        GemmTile(64, 2, 2, k_stage_of_64, 2),
+        GemmTile(64, 4, 1, 128, 2),
+    )
+
+
 _SMALL_SM = 128 * 1024
-
-
-def gemm_tile_shapes(limits: Limits) -> tuple[GemmTile, ...]:
-    """The tile shapes for a device."""
-    return GEMM_TILES_SMALL if limits.smem_per_sm < _SMALL_SM else GEMM_TILES
 
 
 def gemm_stages(tile: GemmTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
@@ -224,7 +224,7 @@ def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
 
 
 def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
-    for tile in gemm_tile_shapes(limits):
+    for tile in gemm_tile_shapes(problem, limits):
         if 16 < tile.m_tile >= 2 * problem.m:
             continue  # half the rows or more would be padding, and a smaller tile exists
         if tile.m_tile < 64 and problem.m > 256:
@@ -234,26 +234,27 @@ def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
             continue
         slots = limits.sm_count * fitting[1]
         tiles, units = gemm_tiles(tile, problem)
-        for grid, split_tiles in _schedules(tiles, units, slots):
+        for grid, split_tiles in _schedules(tiles, units, slots, limits.sm_count):
             plan = gemm_plan(tile, grid, split_tiles, problem, limits)
             if plan is not None:
                 yield plan
 
 
-def _schedules(tiles: int, units: int, slots: int) -> Iterator[tuple[int, int]]:
-    """Pairs (grid, split tiles) worth trying on a device that holds `slots` blocks at once."""
+def _schedules(tiles: int, units: int, slots: int, sms: int) -> Iterator[tuple[int, int]]:
+    """Pairs (grid, split tiles) worth trying on a device of `sms` SMs that hold `slots` blocks at once."""
     yield min(tiles, slots), 0
-    rest = tiles % slots
-    if tiles > slots:
-        if rest:
-            # The ragged wave and one more, dealt out evenly: at most three blocks share a tile.
-            yield slots, rest + slots
-        return
+    # Dealt out evenly: one block an SM exchanges less, several hide it better. Where there are whole tiles
+    # for every block, only the ragged wave and one more are dealt, so that few blocks share a tile.
+    for grid in sorted({sms, slots}):
+        rest = tiles % grid
+        if tiles > grid:
+            if rest:
+                yield grid, rest + grid
+        elif rest and grid // tiles < units:
+            yield grid, tiles
     for split in (2, 3, 4, 6, 8, 12, 16):
-        if tiles * split <= slots and split <= units:
+        if tiles * split <= slots and split <= units and tiles * split != sms:
             yield tiles * split, tiles
-    if rest and slots // tiles < units:
-        yield slots, tiles
 
 
 # ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
@@ -285,9 +286,13 @@ DECODE_SHAPES = (DecodeShape(1, 8, 2), DecodeShape(2, 4, 2))
 DECODE_SHAPES_ROOMY = (DecodeShape(1, 8, 1), DecodeShape(2, 4, 1))
 
 
-def decode_shapes(problem: Problem) -> tuple[DecodeShape, ...]:
-    """Block shapes for a problem. What small groups keep apart does not fit 128 registers a thread."""
-    roomy = problem.group_size == 32 or (problem.group_size == 64 and problem.asymmetric)
+def decode_shapes(problem: Problem, limits: Limits) -> tuple[DecodeShape, ...]:
+    """Block shapes for a problem on a device.
+
+    What small groups keep apart does not fit 128 registers a thread, nor does compute capability 10.
+    """
+    small = problem.group_size == 32 or (problem.group_size == 64 and problem.asymmetric)
+    roomy = small or limits.major == 10
     return DECODE_SHAPES_ROOMY if roomy else DECODE_SHAPES
 
 
@@ -330,7 +335,7 @@ def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits
 def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m > DECODE_MAX_M:
         return
-    for shape in decode_shapes(problem):
+    for shape in decode_shapes(problem, limits):
         for split in (1, 2, 3, 4, 6, 8):
             if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
                 continue

@@ -530,7 +530,7 @@ def test_which_path_is_taken(gpu: PlayedGpu, packed: Any, rng: np.random.Generat
 
 def test_explain_shows_the_plan(gpu: PlayedGpu, packed: Any, rng: np.random.Generator) -> None:
     answer = mj.explain(activations(rng, 40, 256), packed)
-    limits = plan.Limits(132, 232448, 233472)
+    limits = plan.Limits(132, 232448, 233472, 9)
     expected = plan.choose(plan.Problem(40, 256, 128, 64, True, False), limits)
     assert answer.plan == expected
     last = str(answer).splitlines()[-1]
@@ -592,7 +592,7 @@ def test_a_refusal_concerns_one_build(gpu: PlayedGpu, packed: Any, rng: np.rando
     mj.matmul(activations(rng, 3, 256), packed)
     del gpu.failing["fused"]
     assert mj.explain(activations(rng, 3, 256), packed).path == "native"
-    limits = plan.Limits(132, 232448, 233472)
+    limits = plan.Limits(132, 232448, 233472, 9)
     builds = {m: plan.choose(plan.Problem(m, 256, 128, 64, True, False), limits).build for m in (3, 64, 4000)}
     others = [m for m, build in builds.items() if build != builds[3]]
     assert others

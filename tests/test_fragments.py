@@ -137,10 +137,18 @@ def ldmatrix(memory: np.ndarray, addresses: np.ndarray) -> np.ndarray:
 
 
 TILES = sorted(
-    {t for memory in launch.SHARED_MEMORY.values() for t in plan.gemm_tile_shapes(plan.Limits(132, *memory))},
+    {
+        tile
+        for limits in launch.ARCH_LIMITS.values()
+        for asymmetric in (False, True)
+        for tile in plan.gemm_tile_shapes(
+            plan.Problem(1, 128, 64, 128, asymmetric, False), plan.Limits(132, *limits)
+        )
+    },
     key=str,
 )
-DECODE = plan.decode_build(plan.decode_shapes(PROBLEM)[0], PROBLEM).defines
+H200 = plan.Limits(132, *launch.ARCH_LIMITS["90a"])
+DECODE = plan.decode_build(plan.decode_shapes(PROBLEM, H200)[0], PROBLEM).defines
 
 
 def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:
@@ -378,37 +386,48 @@ def test_deltas_are_exact_in_tf32_and_sums_nearly(dtype: np.dtype, rng: np.rando
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 8, 11])
 def test_correction_fragments_multiply_sums_with_deltas(groups: int, rng: np.random.Generator) -> None:
-    """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16."""
-    text = kernel_source.source("correction.cu")
-    order = re.findall(
-        r"a\[j\]\[(\d)\] = __float_as_uint\(Type::to_float\((low|high)\[j\] (& 0xffff|>> 16)\)\)", text
-    )
-    assert [int(r) for r, _, _ in order] == [0, 1, 2, 3]
-    rows_at = re.search(r"const int row = (m0 \+ 8 \* mb \+ g);", text)[1]
-    group_at = re.search(r"const int of = (.*?);", text)[1]
+    """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16.
+
+    Lanes then turn half-slabs by movmatrix and hold eight neighbouring columns of C each.
+    """
+    value, find = kernel_source.value, kernel_source.find
+    column_at = find("correction.cu", r"at\[h\] = scale_position\((.*?), groups == 1\);")[1]
+    register = find("correction.cu", r"a\[h / 2\]\[(.*?)\] = of\[i\] < groups")[1]
+    group_at = find("correction.cu", r"const int of\[2\] = \{(.*?), (.*?)\};")
+    rows_at = find("correction.cu", r"const int row = (m0 \+ 8 \* mb \+ g);")[1]
+    piece_at = find("correction.cu", r"column = (n0 \+ 32 \* b [^;]*);")[1]
     delta = rng.standard_normal((groups, 64))
-    permuted = layout.permute_scales(delta)
     sums = rng.standard_normal((29, groups))
-    C = np.zeros((32, 64))
+    acc = np.zeros((32, 4, 4, 4))  # [lane, slab, row block, fragment]
     for mb in range(4):
-        for j in range(4):
-            for group in range(0, groups, 8):
-                A, B = np.full((16, 8), np.nan), np.full((8, 8), np.nan)
-                for g, t in zip(G, T, strict=True):
-                    pairs = {}
-                    for name, of in (("low", group + t), ("high", group + t + 4)):
-                        inside = of < groups
-                        pairs[name] = slab_pairs(permuted[of], g, groups == 1)[j] if inside else np.zeros(2)
-                    for r, name, part in order:
-                        place = (g + 8 * (int(r) % 2), t + 4 * (int(r) // 2))
-                        A[place] = pairs[name][0 if "&" in part else 1]
-                    for i in range(2):
-                        of = kernel_source.value(group_at, {"group": group, "t": t, "i": i})
-                        row = kernel_source.value(rows_at, {"m0": 0, "mb": mb, "g": g})
-                        B[t + 4 * i, g] = sums[row, of] if row < 29 and of < groups else 0
-                D = A @ B
-                for half in range(2):
-                    for e in range(2):
-                        C[8 * mb + 2 * T + e, 16 * j + 8 * half + G] += D[G + 8 * half, 2 * T + e]
+        for group in range(0, groups, 8):
+            A, B = np.full((4, 16, 8), np.nan), np.full((8, 8), np.nan)
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                for i in range(2):
+                    of = value(group_at[i + 1], {"group": group, "t": t})
+                    for h in range(8):
+                        n = value(column_at, {"n0": 0, "h": h, "g": g})
+                        r = value(register, {"h": h, "i": i})
+                        A[h // 2, g + 8 * (r % 2), t + 4 * (r // 2)] = delta[of, n] if of < groups else 0
+                    row = value(rows_at, {"m0": 0, "mb": mb, "g": g})
+                    B[t + 4 * i, g] = sums[row, of] if row < 29 and of < groups else 0
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                for j in range(4):
+                    D = A[j] @ B
+                    acc[lane, j, mb] += [D[g, 2 * t], D[g, 2 * t + 1], D[g + 8, 2 * t], D[g + 8, 2 * t + 1]]
+    C = np.full((32, 64), np.nan)
+    for mb in range(4):
+        for h in range(8):
+            # movmatrix: lane (g, t) gives (n = g; m = 2t, 2t + 1) and gets (m = g; n = 2t, 2t + 1).
+            half_slab = np.zeros((8, 8))
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                half_slab[g, [2 * t, 2 * t + 1]] = acc[lane, h // 2, mb, h % 2 * 2 : h % 2 * 2 + 2]
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                first = value(piece_at, {"n0": 0, "b": h // 4, "t": t}) + 2 * (h % 4)
+                C[8 * mb + g, first : first + 2] = half_slab[[2 * t, 2 * t + 1], g]
     np.testing.assert_allclose(C[:29], sums @ delta, rtol=1e-12, atol=1e-12)
     assert (C[29:] == 0).all()

@@ -19,12 +19,20 @@ from marlin_jit import launch, plan
 from marlin_jit.layout import padded_shape
 from marlin_jit.plan import Limits, Plan, Problem
 
-ARCHS = sorted(launch.SHARED_MEMORY)
+ARCHS = sorted(launch.ARCH_LIMITS)
 GROUPS = (32, 64, 128, -1)
 TILES = sorted(
-    {t for arch in ARCHS for t in plan.gemm_tile_shapes(Limits(132, *launch.SHARED_MEMORY[arch]))}, key=str
+    {
+        tile
+        for arch in ARCHS
+        for asymmetric in (False, True)
+        for tile in plan.gemm_tile_shapes(
+            Problem(1, 128, 64, 128, asymmetric, False), Limits(132, *launch.ARCH_LIMITS[arch])
+        )
+    },
+    key=str,
 )
-H200 = Limits(132, *launch.SHARED_MEMORY["90a"])
+H200 = Limits(132, *launch.ARCH_LIMITS["90a"])
 STATIC_SMEM = 128
 """A block's `arrived`, rounded up to the unit in which shared memory is given out."""
 SYSTEM_SMEM = 1024
@@ -65,7 +73,7 @@ def problems(draw: st.DrawFn, max_m: int = 8192, max_n: int = 262144, max_k: int
 
 
 devices = st.builds(
-    lambda sms, arch: (arch, Limits(sms, *launch.SHARED_MEMORY[arch])),
+    lambda sms, arch: (arch, Limits(sms, *launch.ARCH_LIMITS[arch])),
     st.integers(16, 160),
     st.sampled_from(ARCHS),
 )
@@ -111,12 +119,12 @@ def test_every_plan_fits_the_device_and_is_listed(problem: Problem, device: tupl
 @pytest.mark.parametrize("arch", ARCHS)
 def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> None:
     """Static variables count against a block's limit; and as many blocks as planned fit an SM together."""
-    per_block, per_sm = launch.SHARED_MEMORY[arch]
-    limits = Limits(132, per_block, per_sm)
+    per_block, per_sm, major = launch.ARCH_LIMITS[arch]
+    limits = Limits(132, per_block, per_sm, major)
     for group_size in GROUPS:
         for asymmetric in (False, True):
             problem = Problem(1, 128, 64, group_size, asymmetric, False)
-            for tile in plan.gemm_tile_shapes(limits):
+            for tile in plan.gemm_tile_shapes(problem, limits):
                 p, fitting = (
                     plan.gemm_plan(tile, 1, 0, problem, limits),
                     plan.gemm_stages(tile, problem, limits),
@@ -126,7 +134,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
                 assert fitting is not None
                 assert p.smem + STATIC_SMEM <= per_block, (tile, problem)
                 assert fitting[1] * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (tile, problem)
-            for shape in plan.decode_shapes(problem):
+            for shape in plan.decode_shapes(problem, limits):
                 p = plan.decode_plan(shape, 1, problem, limits)
                 if p is None:
                     continue
@@ -136,7 +144,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture_has_a_tile_for_every_weight(arch: str) -> None:
-    limits = Limits(80, *launch.SHARED_MEMORY[arch])
+    limits = Limits(80, *launch.ARCH_LIMITS[arch])
     for group_size in GROUPS:
         for asymmetric in (False, True):
             for m in (1, 17, 300):
@@ -167,7 +175,7 @@ def test_sizes_are_those_the_decode_kernel_uses() -> None:
     for group_size in GROUPS:
         for asymmetric in (False, True):
             problem = Problem(1, 128, 64, group_size, asymmetric, False)
-            for shape in plan.decode_shapes(problem):
+            for shape in plan.decode_shapes(problem, H200):
                 c = kernel_source.constants("decode.cu", plan.decode_build(shape, problem).defines)
                 assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, plan.DECODE_MAX_M)
                 assert shape.threads == c.THREADS
@@ -330,7 +338,7 @@ def test_the_choice_is_the_best_plan_each_time(problem: Problem, device: tuple[s
 )
 def test_more_rows_do_not_take_much_less_time(arch: str, N: int, K: int, group_size: int) -> None:
     """A plan for more rows would do for fewer; not every tile is tried for every M, hence 15%."""
-    limits = Limits(132, *launch.SHARED_MEMORY[arch])
+    limits = Limits(132, *launch.ARCH_LIMITS[arch])
     rows = [*range(1, 65), *range(65, 8193, 64)]
     times = [plan.choose(Problem(m, K, N, group_size, True, False), limits).microseconds for m in rows]
     for before, after, m in zip(times, times[1:], rows[1:], strict=False):

@@ -3,10 +3,13 @@
 // A product [M, groups] x [groups, N] in float32 would be bound by its multiply-adds, so it runs on tensor cores in tf32:
 // delta (16 bits) is exact in tf32, and a float32 sum is split into two tf32 numbers that keep 22 of its bits.
 //
-// A warp owns one chunk of 64 columns and 32 rows. As in marlin.cu the product is transposed: lane (g, t) holds for
-// slab j and row block mb C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1). C itself is read and
-// written as pairs along n and turned into that order by movmatrix, which is exact on 16-bit elements; each output is
-// rounded once here, after the GEMM's own rounding.
+// A warp owns 64 columns and ROW_BLOCKS blocks of eight rows. As in marlin.cu the product is transposed, but which column
+// a fragment row stands for is free, and chosen so that a lane meets C in 16-byte pieces: row r of half-slab h (of
+// eight: half-slab h holds rows 8h .. 8h+7) is column
+//     n = 32 * (h / 4) + 8 * (r / 2) + 2 * (h % 4) + r % 2.
+// movmatrix turns a half-slab's (n, m) fragment into lane (g, t) = (row m = g, columns of r = 2t, 2t + 1), so that half-slabs
+// 4b .. 4b+3 together are the eight columns 32b + 8t .. + 7. Turning is exact on 16-bit elements: C is turned in, summed in
+// float32, rounded once, and turned back. The order of groups within eight is free too: lane t takes 2t and 2t + 1.
 #include "layout.cuh"
 #include "numeric.cuh"
 
@@ -32,33 +35,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int n0 = (blockIdx.x * WARPS + threadIdx.x / 32) * 64, m0 = blockIdx.y * ROW_BLOCKS * 8;
     if (n0 >= n) return;
 
-    float acc[4][ROW_BLOCKS][4] = {};
+    // Where this lane's row of each half-slab lies in a row of deltas.
+    int at[8];
+#pragma unroll
+    for (int h = 0; h < 8; h++) at[h] = scale_position(n0 + 32 * (h / 4) + 8 * (g / 2) + 2 * (h % 4) + g % 2, groups == 1);
+
+    float acc[4][ROW_BLOCKS][4] = {};  // [slab of half-slabs 2j, 2j + 1][row block][fragment]
+#pragma unroll 2
     for (int group = 0; group < groups; group += 8) {
-        uint32_t low[4] = {}, high[4] = {};  // delta of groups t and t + 4, a pair (n, n + 8) a slab
-        if (group + t < groups)
-            slab_pairs(low, delta + static_cast<int64_t>(group + t) * padded_n + n0, g, groups == 1);
-        if (group + t + 4 < groups)
-            slab_pairs(high, delta + static_cast<int64_t>(group + t + 4) * padded_n + n0, g, groups == 1);
+        const int of[2] = {group + 2 * t, group + 2 * t + 1};
         uint32_t a[4][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            a[j][0] = __float_as_uint(Type::to_float(low[j] & 0xffff));
-            a[j][1] = __float_as_uint(Type::to_float(low[j] >> 16));
-            a[j][2] = __float_as_uint(Type::to_float(high[j] & 0xffff));
-            a[j][3] = __float_as_uint(Type::to_float(high[j] >> 16));
-        }
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int h = 0; h < 8; h++) {
+                const uint16_t* row = delta + static_cast<int64_t>(of[i]) * padded_n;
+                a[h / 2][h % 2 + 2 * i] = of[i] < groups ? __float_as_uint(Type::to_float(row[at[h]])) : 0;
+            }
 #pragma unroll
         for (int mb = 0; mb < ROW_BLOCKS; mb++) {
             const int row = m0 + 8 * mb + g;
-            float b[2];
+            uint32_t first[2], rest[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int of = group + t + 4 * i;
-                b[i] = row < m && of < groups ? sums[static_cast<int64_t>(row) * groups + of] : 0.f;
+                const float sum = row < m && of[i] < groups ? sums[static_cast<int64_t>(row) * groups + of[i]] : 0.f;
+                first[i] = to_tf32(sum);
+                rest[i] = to_tf32(sum - __uint_as_float(first[i]));
             }
-            const uint32_t first[2] = {to_tf32(b[0]), to_tf32(b[1])};
-            const uint32_t rest[2] = {to_tf32(b[0] - __uint_as_float(first[0])),
-                                      to_tf32(b[1] - __uint_as_float(first[1]))};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 mma_tf32(acc[j][mb], a[j], rest[0], rest[1]);
@@ -67,33 +70,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
     }
 
-    const bool paired = ((reinterpret_cast<uint64_t>(c) | (ldc * 2)) & 3) == 0;
+    const bool aligned = ((reinterpret_cast<uint64_t>(c) | (ldc * 2)) & 15) == 0;
 #pragma unroll
-    for (int mb = 0; mb < ROW_BLOCKS; mb++) {
-        const int row = m0 + 8 * mb + g;
+    for (int mb = 0; mb < ROW_BLOCKS; mb++)
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int b = 0; b < 2; b++) {
+            const int row = m0 + 8 * mb + g, column = n0 + 32 * b + 8 * t;
+            uint16_t* to = c + row * ldc + column;
+            const int count = row < m ? max(0, min(8, n - column)) : 0;
+            uint32_t piece[4] = {};
+            if (aligned && count == 8) {
+                const Vec4 v = *reinterpret_cast<const Vec4*>(to);
+                piece[0] = v.x, piece[1] = v.y, piece[2] = v.z, piece[3] = v.w;
+            } else {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int column = n0 + 16 * j + 8 * half + 2 * t;
-                uint16_t* at = c + row * ldc + column;
-                const bool inside = row < m && column < n;
-                const bool both = inside && column + 1 < n;
-                uint32_t pair = 0;
-                if (both && paired)
-                    pair = *reinterpret_cast<const uint32_t*>(at);
-                else if (inside)
-                    pair = at[0] | (both ? static_cast<uint32_t>(at[1]) << 16 : 0);
-                const uint32_t turned = transpose8x8(pair);
-                const float sum0 = Type::to_float(turned & 0xffff) + acc[j][mb][2 * half];
-                const float sum1 = Type::to_float(turned >> 16) + acc[j][mb][2 * half + 1];
-                pair = transpose8x8(Type::pair(sum0, sum1));
-                if (both && paired) {
-                    *reinterpret_cast<uint32_t*>(at) = pair;
-                } else if (inside) {
-                    at[0] = pair & 0xffff;
-                    if (both) at[1] = pair >> 16;
-                }
+                for (int i = 0; i < 8; i++)
+                    if (i < count) piece[i / 2] |= static_cast<uint32_t>(to[i]) << (16 * (i % 2));
             }
-    }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int h = 4 * b + i;
+                const float* sum = acc[h / 2][mb] + h % 2 * 2;
+                const uint32_t turned = transpose8x8(piece[i]);  // (n = row g of half-slab h; m = 2t, 2t + 1)
+                piece[i] = transpose8x8(Type::pair(Type::to_float(turned & 0xffff) + sum[0],
+                                                   Type::to_float(turned >> 16) + sum[1]));
+            }
+            if (aligned && count == 8) {
+                *reinterpret_cast<Vec4*>(to) = {piece[0], piece[1], piece[2], piece[3]};
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    if (i < count) to[i] = piece[i / 2] >> (16 * (i % 2)) & 0xffff;
+            }
+        }
 }

@@ -1,19 +1,31 @@
 // group_sums: sums[m, g] = sum of A[m, k] over the k of group g, in float32. First half of the correction pair.
 //
-// One block a (m, g) cell; its 128 threads stride over the group, then a tree adds them: the order is fixed, so the
-// result is the same in every run.
+// A cell (m, g) is summed by LANES neighbouring lanes of a warp, eight elements a load: a group of 128 by sixteen lanes,
+// a whole row (one group a column) by a warp that strides over it. The order is fixed, so the result is the same in
+// every run. (A block a cell, as one would write it first, spends its time on starting blocks.)
+//
+// Rows of A start on 16-byte boundaries, and K counts columns rounded up to 8; those past the true K are zero.
+//
+// Build constants: BF16, GROUP (32, 64, 128; 0 = one group a column).
 #include "numeric.cuh"
 
-extern "C" __global__ void __launch_bounds__(128)
-    group_sums(const uint16_t* a, int64_t lda, float* sums, int k, int groups, int group_size) {
-    const int row = blockIdx.x / groups, group = blockIdx.x % groups;
-    const int first = group * group_size, last = min(k, first + group_size);
+constexpr int LANES = GROUP == 0 ? 32 : GROUP / 8;
+
+extern "C" __global__ void __launch_bounds__(256)
+    group_sums(const uint16_t* a, int64_t lda, float* sums, int m, int k, int groups) {
+    const int lane = threadIdx.x % LANES;
+    const int64_t cell = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) / LANES;
+    const bool inside = cell < static_cast<int64_t>(m) * groups;
+    const int row = inside ? cell / groups : 0, group = inside ? cell % groups : 0;
+    const int first = group * GROUP, last = GROUP == 0 ? k : min(k, first + GROUP);
     float sum = 0.f;
-    for (int i = first + threadIdx.x; i < last; i += 128) sum += Type::to_float(a[row * lda + i]);
+    for (int i = first + lane * 8; inside && i < last; i += LANES * 8) {
+        const Vec4 v = *reinterpret_cast<const Vec4*>(a + row * lda + i);
+        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffff, sum, offset);
-    __shared__ float of_warp[4];
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) sums[blockIdx.x] = (of_warp[0] + of_warp[1]) + (of_warp[2] + of_warp[3]);
+        for (int p = 0; p < 4; p++) sum += Type::to_float(pairs[p] & 0xffff) + Type::to_float(pairs[p] >> 16);
+    }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    if (inside && lane == 0) sums[cell] = sum;
 }

@@ -1,4 +1,4 @@
-"""Products to compare kernels with, from plain codes and in float64: independent of every kernel of the package."""
+"""Products to compare kernels with, from plain codes and in float64, independent of the package's kernels."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def random_rows(rng: np.random.Generator, M: int, K: int, dtype: Any) -> Any:
 
 
 def poisoned(M: int, N: int, dtype: Any) -> tuple[Any, Any]:
-    """An output of NaN within a larger buffer of a canary value: (output, check that the canary is intact)."""
+    """An output of NaN within a buffer of a canary value: (output, check that the canary is intact)."""
     import cupy
 
     guard = 64

@@ -81,7 +81,7 @@ def every_plan(problem: plan.Problem) -> list[plan.Plan]:
 @pytest.mark.parametrize("group", [128, 64, 32, -1])
 @pytest.mark.parametrize("M", [5, 13, 30, 100, 300])
 def test_every_plan_is_exact_on_integers(M, group, dtype, rng):
-    """A in {-1, 0, 1}, scales and deltas powers of two: float32 sums are exact, so the result is the rounded integer."""
+    """A in {-1, 0, 1}, scales and deltas powers of two: float32 sums are exact, so is the rounded result."""
     import cupy
 
     for K, N in ((1024, 704), (2048 + 64, 320)):

@@ -131,8 +131,10 @@ class TestCorrectionKernels:
         self, M: int, K: int, N: int, group_size: int, dtype: Any, rng: np.random.Generator
     ) -> None:
         w = mj.pack(random_weight(rng, K, N, group_size, symmetric=False, dtype=dtype))
-        parent = cp.full((M, K + 9), np.nan, np.float32).astype(dtype)
-        x = parent[:, 3 : 3 + K]
+        rounded = -(-K // 8) * 8
+        parent = cp.full((M, rounded + 16), np.nan, np.float32).astype(dtype)
+        parent[:, 8 : 8 + rounded] = 0  # the launcher's terms: zeros up to the next multiple of 8
+        x = parent[:, 8 : 8 + K]
         x[...] = random_rows(rng, M, K, dtype)
         memory = launch.group_sums(matrix(x), w)
         sums = memory[: 4 * M * w.groups].view(np.float32).reshape(M, w.groups)
