@@ -116,7 +116,7 @@ def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     """``out += sums @ delta``, in place."""
     kernel = _kernel(_plain_build("correction.cu", "correction", weight.dtype == BFLOAT16))
     padded_n = weight.padded_shape[1]
-    rows_a_block, columns_a_block = 32, 256
+    rows_a_block, columns_a_block = 32, 64
     grid = (-(-out.columns // columns_a_block), -(-out.rows // rows_a_block))
     args = (
         *(sums, weight.delta16, out.pointer, out.stride),

@@ -353,7 +353,7 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 _START = 4.0  # microseconds from launch to the first product, and from the last one to the end
 _STREAM = 4.1e6  # bytes of global memory a microsecond
 _L2_STREAM = 6e6  # bytes of the L2 cache a microsecond
-_L2_BYTES = 50e6
+_L2_SHARE = 15e6  # bytes of activations that stay in L2 beside the weight's stream
 
 
 def _stream_microseconds(problem: Problem) -> float:
@@ -376,12 +376,12 @@ def _gemm_microseconds(
     # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
     uneven = min(resident, _ceil_div(2 * rest, limits.sm_count))
     busiest = (resident * split_tiles / grid + turns * resident + uneven) * units
-    # Blocks that begin inside tiles walk k out of step and share little in L2: the excess is read again.
+    work = max(busiest * unit, _stream_microseconds(problem))
+    # Blocks that begin inside tiles walk k out of step: activations that L2 cannot hold are read again.
     again = 0.0
     if tiles > grid and split_tiles:
-        inputs = problem.padded_k * (2 * problem.m + problem.padded_n / 2)
-        again = 3e-6 * max(0.0, inputs - _L2_BYTES)
-    work = max(busiest * unit, _stream_microseconds(problem))
+        activations = 2 * problem.m * problem.padded_k
+        again = min(2e-6 * max(0.0, activations - _L2_SHARE), 0.08 * work)
     return _START + work + again + _exchange(tile, grid, split_tiles)
 
 
