@@ -382,7 +382,9 @@ def _gemm_microseconds(
     if tiles > grid and split_tiles:
         activations = 2 * problem.m * problem.padded_k
         again = min(2e-6 * max(0.0, activations - _L2_SHARE), 0.08 * work)
-    return _START + work + again + _exchange(tile, grid, split_tiles)
+    # One block an SM has nothing to do while it exchanges sums inside its run.
+    exposed = 2.0 if resident == 1 and split_tiles and grid % split_tiles else 0.0
+    return _START + work + again + exposed + _exchange(tile, grid, split_tiles)
 
 
 def _exchange(tile: GemmTile, grid: int, split_tiles: int) -> float:
