@@ -202,22 +202,27 @@ ARCH_LIMITS = {
 }
 
 
+_BUILT_AS = {"87": "80", "103": "100", "121": "120"}
+
+
 def all_builds(arch: str) -> list[Build]:
     """Every kernel variant that a device of this architecture can be asked for.
 
     Parameters
     ----------
     arch : str
-        ``"80"``, ``"86"``, ``"89"``, ``"90a"``, ``"100"`` or ``"120"``.
+        A key of `ARCH_LIMITS`, or of `_BUILT_AS`, whose devices are limited alike.
 
     Raises
     ------
     ValueError
         Another architecture.
     """
-    if arch not in ARCH_LIMITS:
-        raise ValueError(f"no builds are listed for sm_{arch}; there are: {', '.join(ARCH_LIMITS)}")
-    limits = Limits(132, *ARCH_LIMITS[arch])  # the number of SMs changes no build
+    like = _BUILT_AS.get(arch, arch)
+    if like not in ARCH_LIMITS:
+        known = ", ".join((*ARCH_LIMITS, *_BUILT_AS))
+        raise ValueError(f"no builds are listed for sm_{arch}; there are: {known}")
+    limits = Limits(132, *ARCH_LIMITS[like])  # the number of SMs changes no build
     builds = [_GATHER]
     for bfloat16 in (False, True):
         for packed in (True, False):

@@ -548,3 +548,11 @@ def test_every_variant_says_what_it_is() -> None:
     assert all(v.meaning and v.min_m <= v.max_m for v in VARIANTS.values())
     assert not VARIANTS["native"].covers(512)
     assert VARIANTS["fp16_cache"].covers(512)
+
+
+def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
+    from benchmarks import tables
+
+    newest = sorted((tables.ROOT / "benchmarks/results").glob("*.json"))[-1]
+    for path, text in tables.pages(report.read(newest), newest.name).items():
+        assert path.read_text() == text, f"python -m benchmarks.tables {newest.relative_to(tables.ROOT)}"

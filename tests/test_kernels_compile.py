@@ -1,9 +1,6 @@
 """Every kernel for every architecture: it compiles, spills no register, and draws no warning.
 
-There are more than a thousand pairs of build and architecture, so by default each build is compiled for one
-architecture, dealt out so that every architecture gets every kernel in every block shape. With
-``MARLIN_JIT_TEST_ALL_BUILDS=1`` all pairs are compiled; do that once after a change to a kernel. What was
-compiled is taken from the disk cache when nothing it depends on has changed.
+Some 650 pairs of build and architecture; what nothing has changed about is taken from the disk cache.
 """
 
 from __future__ import annotations
@@ -26,30 +23,6 @@ except MarlinJitError as error:
 
 ARCHS = ("80", "86", "89", "90a", "100", "120")
 KERNELS = Path(jit.__file__).parent / "kernels"
-# Macros that choose what a kernel computes; the others choose the shape of a block (STAGES follows).
-VARIANT = ("BF16", "GROUP", "ASYMMETRIC", "PACKED")
-
-
-def selected() -> list[tuple[str, Build]]:
-    """Pairs of architecture and build to compile."""
-    if os.environ.get("MARLIN_JIT_TEST_ALL_BUILDS", "0") not in ("", "0"):
-        return [(arch, build) for arch in ARCHS for build in all_builds(arch)]
-    pairs = []
-    for turn, arch in enumerate(ARCHS):
-        shapes: dict[tuple[object, ...], list[Build]] = {}
-        for build in all_builds(arch):
-            shapes.setdefault(block_shape(build), []).append(build)
-        for s, variants in enumerate(shapes.values()):
-            few = len(variants) < len(ARCHS)
-            pairs += [
-                (arch, build) for v, build in enumerate(variants) if few or (s + v) % len(ARCHS) == turn
-            ]
-    return pairs
-
-
-def block_shape(build: Build) -> tuple[object, ...]:
-    macros = ((macro, value) for macro, value in build.macros if macro not in (*VARIANT, "STAGES"))
-    return (build.source, build.name, *macros)
 
 
 def name_of(pair: tuple[str, Build]) -> str:
@@ -57,7 +30,7 @@ def name_of(pair: tuple[str, Build]) -> str:
     return f"sm_{arch}-{build.name}-" + "-".join(f"{macro}={value}" for macro, value in build.macros)
 
 
-PAIRS = selected()
+PAIRS = [(arch, build) for arch in ARCHS for build in all_builds(arch)]
 
 
 @cache
@@ -89,17 +62,3 @@ def test_builds_are_distinct_and_use_every_kernel_file(arch: str) -> None:
     builds = all_builds(arch)
     assert len(set(builds)) == len(builds)
     assert {build.source for build in builds} == {path.name for path in KERNELS.glob("*.cu")}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_selection_has_every_block_shape(arch: str) -> None:
-    chosen = {block_shape(build) for chosen_arch, build in PAIRS if chosen_arch == arch}
-    assert chosen == {block_shape(build) for build in all_builds(arch)}
-
-
-def test_selection_has_every_variant() -> None:
-    def variant(build: Build) -> tuple[object, ...]:
-        return (block_shape(build), *((m, v) for m, v in build.macros if m in VARIANT))
-
-    chosen = {variant(build) for _, build in PAIRS}
-    assert chosen == {variant(build) for arch in ARCHS for build in all_builds(arch)}

@@ -1,0 +1,115 @@
+"""Markdown tables of a result file, for the README and docs/performance.md: times as measured, nothing else.
+
+python -m benchmarks.tables benchmarks/results/FILE.json    # rewrites what stands between the markers
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.report import number, read
+from benchmarks.shapes import PUBLISHED, floor_us
+
+ROOT = Path(__file__).parent.parent
+EXCERPT = (1, 16, 64, 256, 1024, 8192)
+
+
+def times(document: dict[str, Any]) -> dict[tuple[int, int, int], dict[str, float]]:
+    """Microseconds by (K, N, M) and column; cuBLAS is the faster of its layouts."""
+    table: dict[tuple[int, int, int], dict[str, float]] = {}
+    for record in document["records"]:
+        if record["us"] is None:
+            continue
+        row = table.setdefault((record["k"], record["n"], record["m"]), {})
+        name = record["variant"] if record["library"] == "ours" else record["library"]
+        row[name] = min(record["us"], row.get(name, float("inf")))
+    return table
+
+
+def markdown(
+    table: dict[tuple[int, int, int], dict[str, float]], columns: Sequence[str], rows: Sequence[int] | None
+) -> str:
+    """A Markdown table with a row a problem."""
+    headings = {
+        "symmetric": "symmetric",
+        "asymmetric": "zero points",
+        "pair": "correction pair",
+        "native": "native",
+        "fp16_cache": "FP16 cache",
+        "cublas": "cuBLAS fp16",
+        "humming": "humming",
+        "vllm_marlin": "vllm_marlin (*)",
+        "floor": "floor",
+    }
+    lines = ["| K x N | M | " + " | ".join(headings[c] for c in columns) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for (k, n, m), row in sorted(table.items()):
+        if rows is not None and m not in rows:
+            continue
+        extra = {"vllm_marlin": PUBLISHED[k, n, m].vllm_marlin, "floor": floor_us(m, k, n)}
+        cells = [number(row.get(c, extra.get(c))) for c in columns]
+        lines.append(f"| {k} x {n} | {m} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def replace_between(text: str, marker: str, body: str) -> str:
+    """`text` with what stands between ``<!-- marker -->`` and ``<!-- /marker -->`` replaced."""
+    pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
+    changed, count = pattern.subn(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text)
+    if count != 1:
+        raise ValueError(f"expected one pair of markers {marker!r}, found {count}")
+    return changed
+
+
+def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
+    """The pages that show numbers, with those of a result file called `name`."""
+    table = times(document)
+    versions = document["libraries"]
+    source = (
+        f"Microseconds a launch, float16, group 128, cold L2 cache, measured on an {_gpu(document)} in one "
+        f"run on {document['date'][:10]} with CUDA {versions['cublas']['cuda']}: "
+        f"`benchmarks/results/{name}`. humming is humming-kernels {versions['humming']['humming']}, "
+        "cuBLAS the faster of two layouts through PyTorch. (*) vLLM 0.26.0's Marlin, measured on an H200 in another run."
+    )
+    short = ("symmetric", "asymmetric", "cublas", "humming", "vllm_marlin")
+    long = (
+        "floor",
+        "symmetric",
+        "asymmetric",
+        "pair",
+        "native",
+        "fp16_cache",
+        "cublas",
+        "humming",
+        "vllm_marlin",
+    )
+    result = {}
+    for path, columns, rows in (
+        (ROOT / "README.md", short, EXCERPT),
+        (ROOT / "docs/performance.md", long, None),
+    ):
+        body = f"{source}\n\n{markdown(table, columns, rows)}"
+        result[path] = replace_between(path.read_text(), "numbers", body)
+    return result
+
+
+def _gpu(document: dict[str, Any]) -> str:
+    return str(document["environment"]["nvidia_smi_before"]["name"]).removeprefix("NVIDIA ")
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(file: Path) -> None:
+    """Put the numbers of FILE into the README and docs/performance.md."""
+    for path, text in pages(read(file), file.name).items():
+        path.write_text(text)
+        click.echo(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
