@@ -74,7 +74,8 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
         f"Microseconds a launch, float16, group 128, cold L2 cache, measured on an {_gpu(document)} in one "
         f"run on {document['date'][:10]} with CUDA {versions['cublas']['cuda']}: "
         f"`benchmarks/results/{name}`. humming is humming-kernels {versions['humming']['humming']}, "
-        "cuBLAS the faster of two layouts through PyTorch. (*) vLLM 0.26.0's Marlin, measured on an H200 in another run."
+        "cuBLAS the faster of two layouts through PyTorch. (*) vLLM 0.26.0's Marlin, measured on an H200 in "
+        "another run."
     )
     short = ("symmetric", "asymmetric", "cublas", "humming", "vllm_marlin")
     long = (
