@@ -15,7 +15,17 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from marlin_jit import layout
-from marlin_jit._array import BFLOAT16, FLOAT16, FLOAT32, Array, namespace, on_device, to_device, to_host
+from marlin_jit._array import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Array,
+    is_device_array,
+    namespace,
+    on_device,
+    to_device,
+    to_host,
+)
 from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
 
 _Weight = TypeVar("_Weight", "QuantWeight", "MarlinWeight")
@@ -382,10 +392,21 @@ class MarlinWeight:
             This weight, so that calls can be chained.
         """
         if self.fp16_cache is None:
+            object.__setattr__(self, "fp16_cache", self._dense())
+        return self
+
+    def _dense(self) -> Array:
+        """Dequantize; on a device by the kernel for it: one launch, no temporary arrays, the same bits."""
+        if not is_device_array(self.B):
             from marlin_jit.pack import dequantize
 
-            object.__setattr__(self, "fp16_cache", dequantize(self))
-        return self
+            return dequantize(self)
+        from marlin_jit import launch
+
+        with on_device(self.B):
+            dense = namespace(self.B).empty(self.shape, dtype=self.dtype)
+            launch.dequantize(self, dense)
+        return dense
 
     def drop_fp16(self) -> None:
         """Free what :meth:`cache_fp16` made."""

@@ -25,7 +25,7 @@ constexpr int TILE_N = 64 * WARPS_N;
 constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WARP_STEPS = STEPS / WARPS_K;  // of them, each warp's
-constexpr int OWN = 4 / WARPS_K;         // slabs a warp finishes after the sum over wk
+constexpr int OWN = 4 / WARPS_K;             // slabs a warp finishes after the sum over wk
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP : 1);
 static_assert(WARP_STEPS % 2 == 0, "fragments alternate between two register sets");
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ Tile tile_at(int index, const Problem& p) {
 struct Loader {
     static constexpr int A_PASSES = A_BYTES / 16 / THREADS, W_PASSES = W_BYTES / 16 / THREADS;
     static constexpr int A_ROWS = THREADS / 8;                // rows of A a pass
-    static constexpr int W_ROWS = THREADS / (32 * WARPS_N);    // k16 rows of W a pass
+    static constexpr int W_ROWS = THREADS / (32 * WARPS_N);   // k16 rows of W a pass
     static constexpr int PASSES_A_BLOCK = M_TILE / A_ROWS;    // passes over 64 columns of A
     static constexpr int S_PIECES = SCALE_ROWS * TILE_N / 8;  // one a thread
     static_assert(A_PASSES * THREADS * 16 == A_BYTES && W_PASSES * THREADS * 16 == W_BYTES, "whole passes only");
