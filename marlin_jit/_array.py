@@ -73,11 +73,19 @@ def to_host(array: Array) -> Any:
 
 
 def to_device(array: Array) -> Array:
-    """Return `array` as a CuPy array on the current device (itself if it is on a device already)."""
+    """Return `array` as a CuPy array on the current device (itself if it is on a device already).
+
+    Raises
+    ------
+    DeviceError
+        CuPy is not installed, or there is no driver or no device.
+    """
     if is_device_array(array):
         return array
     from marlin_jit._cupy import import_cupy
+    from marlin_jit.device import current_device
 
+    current_device()  # raises where there is none, and says why
     return import_cupy().asarray(array)
 
 

@@ -16,7 +16,10 @@ from typing import Any
 
 from marlin_jit.errors import DeviceError
 
-INSTALL_HINT = 'install marlin-jit[cuda12] or marlin-jit[cuda13], e.g. pip install "marlin-jit[cuda12]"'
+INSTALL_HINT = (
+    'in the folder of marlin-jit run pip install ".[cuda12]" (or ".[cuda13]"), or anywhere '
+    'pip install cupy-cuda12x "cuda-toolkit[nvrtc,cudart]==12.*"'
+)
 
 
 def import_cupy() -> Any:

@@ -18,6 +18,8 @@ _STREAM_PER_THREAD = 2
 # Smallest scratch buffer; most shapes fit it, so that they never make it grow.
 _MIN_SCRATCH_BYTES = 1 << 16
 
+_NO_DEVICE_AT_ALL = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice")
+
 # cudaDeviceAttr numbers
 _ATTR_SM_COUNT = 16
 _ATTR_L2_BYTES = 38
@@ -73,7 +75,7 @@ def current_device() -> DeviceInfo:
     try:
         device_id: int = cupy.cuda.runtime.getDevice()
     except RuntimeError as error:
-        raise DeviceError(f"no CUDA device can be used: {error}") from error
+        raise unusable(error) from error
     return _devices.get(device_id) or device_info(device_id)
 
 
@@ -105,9 +107,30 @@ def device_info(device_id: int) -> DeviceInfo:
             l2_bytes=attribute(_ATTR_L2_BYTES),
         )
     except RuntimeError as error:
+        if any(sign in str(error) for sign in _NO_DEVICE_AT_ALL):
+            raise unusable(error) from error
         raise DeviceError(f"CUDA device {device_id} cannot be used: {error}") from error
     _devices[device_id] = info
     return info
+
+
+def unusable(error: RuntimeError) -> DeviceError:
+    """The error to raise where a call of CUDA's runtime failed because there is no device to use.
+
+    Without any driver the runtime says that the driver's version is insufficient; here the message says
+    what is missing.
+    """
+    what = str(error)
+    if "cudaErrorInsufficientDriver" in what:
+        driver: int = import_cupy().cuda.runtime.driverGetVersion()  # 0 where none is installed
+        if driver == 0:
+            what = "no NVIDIA driver is installed"
+        else:
+            version = f"{driver // 1000}.{driver % 1000 // 10}"
+            what = f"the NVIDIA driver is too old (it is for CUDA {version}); update it: {what}"
+    elif "cudaErrorNoDevice" in what:
+        what = "the NVIDIA driver finds none"
+    return DeviceError(f"no CUDA device can be used: {what}")
 
 
 def unavailable_reason() -> str | None:
@@ -122,11 +145,11 @@ def unavailable_reason() -> str | None:
 class Scratch:
     """Device memory that kernels use between them, kept for the next call.
 
-    There is one buffer for each device, stream and purpose. Work on one stream is in order, so calls on
-    it can share a buffer; calls on different streams must not. A buffer grows by doubling and never
-    shrinks, so a program that repeats its shapes soon allocates nothing. Buffers that were outgrown stay
-    allocated (together at most as large as the one in use), because a captured CUDA graph may still
-    hold their address.
+    There is one buffer for each device, stream and purpose. Work on one stream is in order, so calls on it
+    can share a buffer (see `turn` for calls of several launches); calls on different streams must not. A
+    buffer grows by doubling and never shrinks, so a program that repeats its shapes soon allocates nothing.
+    Buffers that were outgrown stay allocated (together at most as large as the one in use), because a
+    captured CUDA graph may still hold their address.
 
     A graph uses the buffers of the stream it was captured on. Graphs captured on one stream must therefore
     not run at the same time as each other, nor beside other work of that stream.
@@ -135,6 +158,7 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, int, int, str], Any] = {}
         self._outgrown: list[Any] = []
+        self._turns: dict[tuple[int, int, int], threading.RLock] = {}
         self._lock = threading.Lock()
 
     def get(self, purpose: str, nbytes: int, *, zeroed: bool = False) -> Any:
@@ -161,9 +185,7 @@ class Scratch:
             It would have to grow while the stream is being captured into a CUDA graph.
         """
         cupy = import_cupy()
-        stream: int = cupy.cuda.get_current_stream().ptr
-        thread = threading.get_ident() if stream == _STREAM_PER_THREAD else 0
-        key = (cupy.cuda.runtime.getDevice(), stream, thread, purpose)
+        key = (*_current_order(cupy), purpose)
         buffer = self._buffers.get(key)
         if buffer is not None and buffer.size >= nbytes:
             return buffer
@@ -184,6 +206,19 @@ class Scratch:
             self._buffers[key] = grown
             return grown
 
+    def turn(self) -> threading.RLock:
+        """A lock for the current device and stream.
+
+        Hold it while enqueuing launches of which one leaves in scratch memory what the next one reads:
+        threads may share a stream (by default all of them do), and theirs must not come in between.
+        """
+        order = _current_order(import_cupy())
+        lock = self._turns.get(order)
+        if lock is None:
+            with self._lock:
+                lock = self._turns.setdefault(order, threading.RLock())
+        return lock
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated on all devices, outgrown buffers included."""
@@ -195,6 +230,13 @@ class Scratch:
         with self._lock:
             self._buffers.clear()
             self._outgrown.clear()
+
+
+def _current_order(cupy: Any) -> tuple[int, int, int]:
+    """The current device and stream, within which work is in order; the thread, where that is part of it."""
+    stream: int = cupy.cuda.get_current_stream().ptr
+    thread = threading.get_ident() if stream == _STREAM_PER_THREAD else 0
+    return (cupy.cuda.runtime.getDevice(), stream, thread)
 
 
 def is_capturing(cupy: Any) -> bool:

@@ -27,8 +27,8 @@ from typing import Any
 
 from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
-from marlin_jit.device import device_info, is_capturing
-from marlin_jit.errors import CompileError, DeviceError, LaunchError
+from marlin_jit.device import device_info, is_capturing, unusable
+from marlin_jit.errors import CompileError, LaunchError
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def load_kernel(
     try:
         device_id: int = cupy.cuda.runtime.getDevice()
     except RuntimeError as error:
-        raise DeviceError(f"no CUDA device can be used: {error}") from error
+        raise unusable(error) from error
     macros = tuple(defines.items()) if defines else ()
     kernel = _loaded.get((device_id, source, name, macros, _root))
     if kernel is not None and dynamic_smem <= kernel.dynamic_smem:
@@ -290,7 +290,7 @@ def arch_for(capability: tuple[int, int], supported: Iterable[int] | None = None
         if not usable:
             raise CompileError(
                 f"this NVRTC cannot compile for compute capability {major}.{minor}: install a newer CUDA "
-                "toolkit, e.g. marlin-jit[cuda13]"
+                "toolkit (the extra cuda13 brings 13)"
             )
         exact = max(usable)
     return "90a" if exact == 90 else str(exact)

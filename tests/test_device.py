@@ -23,9 +23,11 @@ class FakeRuntime:
         self.capturing = False
         self.capture_error = ""
         self.missing = False
+        self.driver = 0
         self.allocated: list[tuple[str, int]] = []
         runtime = SimpleNamespace(
             getDevice=self.get_device,
+            driverGetVersion=lambda: self.driver,
             streamIsCapturing=self.is_capturing,
             deviceGetAttribute=lambda number, device_id: 1000 * device_id + number,
             getDeviceProperties=self.properties,
@@ -90,7 +92,20 @@ def test_missing_device_is_named(runtime: FakeRuntime) -> None:
     assert device.unavailable_reason() is None
     runtime.missing = True
     reason = device.unavailable_reason()
-    assert reason == "no CUDA device can be used: cudaErrorInsufficientDriver"
+    assert reason == "no CUDA device can be used: no NVIDIA driver is installed"
+    runtime.driver = 11040
+    reason = device.unavailable_reason()
+    assert reason is not None
+    assert reason.startswith("no CUDA device can be used: the NVIDIA driver is too old (it is for CUDA 11.4)")
+
+
+def test_driver_without_a_device(runtime: FakeRuntime) -> None:
+    def refuse(device_id: int) -> None:
+        raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    runtime.cupy.cuda.runtime.getDeviceProperties = refuse
+    with pytest.raises(DeviceError, match=r"^no CUDA device can be used: the NVIDIA driver finds none$"):
+        device.current_device()
 
 
 def test_buffer_grows_by_doubling_and_then_stays(runtime: FakeRuntime) -> None:

@@ -519,7 +519,7 @@ def test_missing_cupy_says_what_to_install() -> None:
             print(type(error).__name__, error)
     """
     assert run_python(code).startswith(
-        "DeviceError CuPy is not installed: install marlin-jit[cuda12] or marlin-jit[cuda13]"
+        'DeviceError CuPy is not installed: in the folder of marlin-jit run pip install ".[cuda12]"'
     )
 
 
@@ -720,5 +720,5 @@ def test_no_driver_is_a_device_error(
         raise RuntimeError("cudaErrorInsufficientDriver")
 
     monkeypatch.setattr(driver.cupy.cuda.runtime, "getDevice", refuse)
-    with pytest.raises(DeviceError, match="no CUDA device can be used: cudaErrorInsufficientDriver"):
+    with pytest.raises(DeviceError, match=r"^no CUDA device can be used: .*NVIDIA driver is"):
         load_scale(kernels)
