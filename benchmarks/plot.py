@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ _LINES = (
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def main(results: Path, picture: Path) -> None:
     """Draw each layer's times over the floor against M, one panel a layer."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        click.echo(f"error: matplotlib cannot be imported ({error}): run pip install matplotlib", err=True)
+        sys.exit(2)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -23,6 +23,7 @@ from benchmarks import report
 from benchmarks.shapes import MS, SHAPES
 from marlin_jit import timing
 from marlin_jit.bench import DTYPES, VARIANTS, read_nvidia_smi
+from marlin_jit.device import unavailable_reason
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("ours", "cublas", "humming")
@@ -380,9 +381,13 @@ def main(
 ) -> None:
     """Time marlin-jit beside cuBLAS and humming-kernels on this machine's GPU and print a table.
 
-    Exit code 1 if a result of ours was wrong or failed, 0 otherwise; a library that is missing is a line in
-    the table.
+    Exit code 1 if a result of ours was wrong or failed, 2 without a GPU, 0 otherwise; a library that is
+    missing is a line in the table.
     """
+    reason = unavailable_reason()
+    if reason is not None:
+        click.echo(f"error: {reason}", err=True)
+        sys.exit(2)
     budget = Budget(max_seconds)
     ms = ms or (QUICK_MS if quick else MS)
     variants = variants or (("symmetric", "asymmetric") if quick else tuple(VARIANTS))

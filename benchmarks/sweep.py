@@ -6,6 +6,7 @@ python benchmarks/sweep.py OUT.json [--m 1,16,64] [--shape 4096x4096,...] [--gro
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from marlin_jit import launch, plan
-from marlin_jit.device import current_device
+from marlin_jit.device import current_device, unavailable_reason
 from marlin_jit.layout import padded_shape
 from marlin_jit.timing import CupyTimer, plan_copies, time_launches
 from marlin_jit.weight import MarlinWeight
@@ -56,6 +57,10 @@ def launcher(
 @click.option("--replays", default=5)
 def main(out: Path, rows: str, shapes: str, group: int, asymmetric: bool, bf16: bool, replays: int) -> None:
     """Write one record a plan to OUT; print for each problem the chosen plan's time and the best."""
+    reason = unavailable_reason()
+    if reason is not None:
+        click.echo(f"error: {reason}", err=True)
+        sys.exit(2)
     import cupy
     import ml_dtypes
     import numpy as np

@@ -480,9 +480,42 @@ def test_a_lost_context_is_fatal() -> None:
 
 
 @no_gpu
-def test_a_run_without_a_gpu_says_why_and_writes_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [("-m", "benchmarks.run", "--quick"), ("-m", "benchmarks.sweep", "no.json"), ("tests/gpu/sanitize.py",)],
+)
+def test_without_a_gpu_measuring_ends_with_one_line(command: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(("error: no CUDA device can be used", "error: CuPy is not installed"))
+
+
+def test_plot_without_matplotlib_is_one_line(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_text("{}")
+    code = (
+        "import sys\n"
+        "sys.modules['matplotlib'] = None\n"
+        "from benchmarks.plot import main\n"
+        f"main([{str(results)!r}, {str(tmp_path / 'plot.svg')!r}])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: matplotlib cannot be imported")
+    assert line.endswith("run pip install matplotlib")
+
+
+@no_gpu
+def test_a_run_in_which_all_fails_says_why_and_writes_a_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    command = [sys.executable, "-m", "benchmarks.run", "--shape", "256x128", "--m", "1", "--m", "512"]
+    code = "from benchmarks import run; run.unavailable_reason = lambda: None; run.main()"
+    command = [sys.executable, "-c", code, "--shape", "256x128", "--m", "1", "--m", "512"]
     done = subprocess.run(
         [*command, "--variant", "symmetric", "--variant", "native", "-o", str(path)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,

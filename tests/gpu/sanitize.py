@@ -5,13 +5,18 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 
 from __future__ import annotations
 
-import cupy
+import sys
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
-from marlin_jit.device import current_device
+from marlin_jit.device import current_device, unavailable_reason
 from marlin_jit.dispatch import matmul
+
+if TYPE_CHECKING:
+    import cupy
 
 
 def matrix(array: cupy.ndarray) -> launch.Matrix:
@@ -20,6 +25,12 @@ def matrix(array: cupy.ndarray) -> launch.Matrix:
 
 def main() -> None:
     """Each plan, path and helper kernel on problems that fit no tile."""
+    reason = unavailable_reason()
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        sys.exit(2)
+    import cupy
+
     rng = np.random.default_rng(0)
     limits = launch.limits_of(current_device())
     count = 0
