@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 
 import marlin_jit
-from marlin_jit import _disk_cache, jit
+from marlin_jit import _disk_cache, ahead, jit
 from marlin_jit._array import BFLOAT16, FLOAT16
 from marlin_jit._cupy import import_cupy
-from marlin_jit.cli.show import print_json, print_line, size
+from marlin_jit.cli.show import counted, print_json, print_line, size
 from marlin_jit.device import DeviceInfo, device_info, unavailable_reason
 from marlin_jit.errors import DeviceError, MarlinJitError
 from marlin_jit.layout import group_count, padded_shape
@@ -44,7 +45,9 @@ _DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
 @click.option("--symmetric", is_flag=True, help="A weight without zero points.")
 @click.option("--clear-cache", is_flag=True, help="Remove all compiled kernels from the cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
 def info(
+    ctx: click.Context,
     m: int | None,
     k: int | None,
     n: int | None,
@@ -59,6 +62,10 @@ def info(
     Works without a GPU, and then says what is missing. With --m, --k or --n it also shows which path a
     product of that size would take on this machine, and why.
     """
+    for option in ("group", "dtype", "symmetric"):
+        given = ctx.get_parameter_source(option) is not ParameterSource.DEFAULT
+        if given and not (m or k or n):
+            raise click.UsageError(f"--{option} describes a product: also give --m, --k or --n")
     found = _environment()
     if clear_cache:
         found["cache"]["removed"] = _disk_cache.clear()
@@ -115,7 +122,11 @@ def _environment() -> dict[str, Any]:
     found["cupy"] = cupy.__version__
     try:
         found["nvrtc"] = ".".join(map(str, jit.nvrtc_version()))
-        found["architectures"] = [jit.arch_for(divmod(number, 10)) for number in jit.supported_archs()]
+        found["architectures"] = [
+            arch
+            for number in jit.supported_archs()
+            if (arch := jit.arch_for(divmod(number, 10))) in ahead.architectures()
+        ]
     except MarlinJitError as error:
         found["missing"].append(str(error))
     found["driver"] = _cuda_version(cupy.cuda.runtime.driverGetVersion())
@@ -188,8 +199,10 @@ def _print(found: dict[str, Any]) -> None:
     for reason in found["missing"]:
         print_line(f"missing: {reason}")
     if not found["devices"]:
-        print_line("no GPU: NumPy arrays take the reference path; packing and compiling ahead work here")
+        both = "packing and compiling ahead work here"
+        works = both if found["nvrtc"] else "packing works here, compiling ahead does not"
+        print_line(f"no GPU: NumPy arrays take the reference path; {works}")
     cache = found["cache"]
     removed = f" ({cache['removed']} removed)" if "removed" in cache else ""
     where = cache["directory"] or "memory only, as no directory can be written"
-    print_line(f"cache: {where}, {cache['entries']} kernels, {size(cache['bytes'])}{removed}")
+    print_line(f"cache: {where}, {counted(cache['entries'], 'kernel')}, {size(cache['bytes'])}{removed}")

@@ -9,7 +9,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit.cli.show import print_json, print_line, print_table, size
+from marlin_jit.cli.show import counted, print_json, print_line, print_table, size
 from marlin_jit.formats import Checkpoint, SourceLayer, open_checkpoint
 
 __all__ = ["inspect"]
@@ -78,11 +78,17 @@ def _print(src: Path, checkpoint: Checkpoint, layers: list[dict[str, Any]]) -> N
         for note in layer["notes"]:
             print_line(f"note: {note}")
     weights = sum(layer["K"] * layer["N"] for layer in layers)
+    others = counted(len(checkpoint.others), "other tensor")
+    files = counted(len(checkpoint.files.shards), "file")
+    nbytes = size(sum(layer["bytes"] for layer in layers))
     print_line(
-        f"{src}: {checkpoint.format}, {len(layers)} layers ({weights / 1e6:.4g} M weights, "
-        f"{size(sum(layer['bytes'] for layer in layers))}), {len(checkpoint.others)} other tensors "
-        f"({size(_other_bytes(checkpoint))}), {len(checkpoint.files.shards)} files"
+        f"{src}: {checkpoint.format}, {counted(len(layers), 'layer')} ({_weights_text(weights)}, {nbytes}), "
+        f"{others} ({size(_other_bytes(checkpoint))}), {files}"
     )
+
+
+def _weights_text(count: int) -> str:
+    return counted(count, "weight") if count < 1_000_000 else f"{count / 1e6:.4g} M weights"
 
 
 def _row(layer: dict[str, Any]) -> list[str]:

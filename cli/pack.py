@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from marlin_jit.cli.show import bytes_bar, print_json, print_line, print_table, size
+from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
 from marlin_jit.formats import LayerPlan, PackPlan, plan_pack, run_pack
 
 __all__ = ["pack"]
@@ -58,7 +58,8 @@ def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> 
     print_table(columns, rows)
     others = plan.checkpoint.others
     carried = sum(plan.checkpoint.files.info(name).nbytes for name in others)
-    print_line(f"unchanged: {len(others)} other tensors ({size(carried)}), {len(plan.copied)} other files")
+    tensors, files = counted(len(others), "other tensor"), counted(len(plan.copied), "other file")
+    print_line(f"unchanged: {tensors} ({size(carried)}), {files}")
     if plan.skipped:
         print_line(f"left out: {', '.join(plan.skipped)}")
     done = "would be packed" if dry_run else f"packed in {seconds:.2f} s"

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from marlin_jit.cli.main import one_line
 
-__all__ = ["bytes_bar", "print_json", "print_line", "print_table", "size"]
+__all__ = ["bytes_bar", "counted", "print_json", "print_line", "print_table", "size"]
 
 # Where stdout is no terminal nothing should be cut to 80 columns: somebody wants to search in it.
 _PIPE_WIDTH = 250
@@ -36,6 +36,11 @@ def size(count: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.4g} TB"
+
+
+def counted(count: int, what: str) -> str:
+    """Return ``1 layer``, ``14 layers``, ``1,234 layers``: `what` is the singular, its plural a plain -s."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def print_line(text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from marlin_jit.cli.show import bytes_bar, print_json, print_line
+from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line
 from marlin_jit.formats import compare, open_checkpoint
 
 __all__ = ["verify"]
@@ -37,11 +37,10 @@ def verify(ctx: click.Context, src: Path, dst: Path, as_json: bool) -> None:
         for difference in result.differences[:SHOWN]:
             print_line(f"{difference.name}: {difference.what}")
         if result.differences:
-            print_line(f"different: {len(result.differences)} layers or tensors of {src} and {dst}")
+            print_line(f"different: {counted(len(result.differences), 'difference')} between {src} and {dst}")
         else:
             print_line(
-                f"equal: {result.layers} layers ({result.weights} weights) and {result.tensors} other "
-                "tensors, "
-                f"compared in {seconds:.2f} s"
+                f"equal: {counted(result.layers, 'layer')} ({counted(result.weights, 'weight')}) and "
+                f"{counted(result.tensors, 'other tensor')}, compared in {seconds:.2f} s"
             )
     ctx.exit(1 if result.differences else 0)

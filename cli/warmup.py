@@ -26,7 +26,10 @@ __all__ = ["warmup"]
     "archs",
     multiple=True,
     metavar="ARCH",
-    help="Architecture: 80, 86, 89, 90a, 100, 120. May be repeated. Default: that of the current device.",
+    help=(
+        f"Architecture: {', '.join(ahead.architectures())}. May be repeated. "
+        "Default: that of the current device."
+    ),
 )
 @click.option(
     "--dtype",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from marlin_jit import jit
+from marlin_jit import jit, launch
 from marlin_jit._array import BFLOAT16, FLOAT16
 from marlin_jit.device import current_device
 from marlin_jit.errors import CompileError, DTypeError, ShapeError
@@ -79,20 +79,25 @@ def warmup(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     done: dict[int, jit.CompiledKernel] = {}
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        futures = {
-            pool.submit(jit.compile_cubin, build.source, arch, build.defines, name=build.name): index
-            for index, (arch, build) in enumerate(tasks)
-        }
         try:
+            futures = {
+                pool.submit(jit.compile_cubin, build.source, arch, build.defines, name=build.name): index
+                for index, (arch, build) in enumerate(tasks)
+            }
             for future in as_completed(futures):
                 index = futures[future]
                 done[index] = future.result()
                 if progress is not None:
                     progress(len(done), len(tasks), tasks[index][1], done[index])
-        except CompileError:
+        except BaseException:  # an interrupt too: only what runs already is waited for
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [done[index] for index in range(len(tasks))]
+
+
+def architectures() -> list[str]:
+    """The architectures that `warmup` compiles for, such as ``"90a"``, oldest first."""
+    return sorted((*launch.ARCH_LIMITS, *launch._BUILT_AS), key=lambda arch: int(arch.rstrip("a")))
 
 
 def select_builds(
@@ -109,11 +114,11 @@ def select_builds(
     def serves(build: Build, macro: str, wanted: Collection[int] | None) -> bool:
         return wanted is None or macro not in build.defines or int(build.defines[macro]) in wanted
 
-    try:
-        builds = all_builds(arch)
-    except ValueError as error:  # an architecture for which none are listed
-        raise CompileError(str(error)) from None
-    return [build for build in builds if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)]
+    if arch not in architectures():
+        raise CompileError(f"there are no kernels for sm_{arch}; there are: {', '.join(architectures())}")
+    return [
+        build for build in all_builds(arch) if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)
+    ]
 
 
 def _bf16_macro(dtype: Any) -> int:

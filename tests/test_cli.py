@@ -46,7 +46,7 @@ def test_whole_models(tmp_path: Path, case: Case) -> None:
     assert f"{case.path} -> {tmp_path / 'out'}: 1." in packed.out
     verified = run("verify", case.path, tmp_path / "out")
     assert (verified.code, verified.err) == (0, "")
-    assert verified.out.startswith("equal: 14 layers (983040 weights) and ")
+    assert verified.out.startswith("equal: 14 layers (983,040 weights) and ")
 
 
 def test_pack_summary_adds_up(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_verify_tells_the_first_difference(tmp_path: Path, rng: np.random.Genera
     first, last = done.out.splitlines()
     values = f"{float(q[1, 8]) - 8} and {float(q[1, 8] ^ 1) - 8}"
     assert first == f"layer: 2 of 4096 weights differ, the first at [1, 8]: {values}"
-    assert last.startswith("different: 1 layers or tensors")
+    assert last.startswith("different: 1 difference between ")
     done = run("verify", source, path, "--json")
     assert done.code == 1
     (difference,) = done.json["differences"]
@@ -138,7 +138,7 @@ def test_inspect_sources_and_packed(tmp_path: Path) -> None:
     assert before["other_tensors"] == after["other_tensors"]
     text = run("inspect", MODEL).out
     assert "model.layers.1.mlp.down_proj" in text
-    assert "14 layers (0.983 M weights" in text
+    assert "14 layers (983,040 weights" in text
 
 
 def test_inspect_health_of_scales(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -152,6 +152,18 @@ def test_inspect_health_of_scales(tmp_path: Path, rng: np.random.Generator) -> N
     done = run("pack", model, tmp_path / "out")
     assert done.code == 2
     assert "layer.scales has 3 NaN or infinite of 128 scales, the first (nan) at index [0, 0]" in done.err
+
+
+def test_one_of_a_kind_is_singular(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = awq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 5, np.uint8))
+    model = write_model(
+        tmp_path / "m", awq_config(), {"layer": layer}, {"norm.weight": np.ones(4, np.float16)}
+    )
+    (tmp_path / "m" / "notes.txt").write_text("")
+    assert "1 layer (4,096 weights, " in run("inspect", model).out
+    assert "1 other tensor (8 B), 1 file\n" in run("inspect", model).out
+    assert "unchanged: 1 other tensor (8 B), 1 other file\n" in run("pack", model, tmp_path / "out").out
+    assert "equal: 1 layer (4,096 weights) and 1 other tensor, " in run("verify", model, tmp_path / "out").out
 
 
 def test_inspect_of_an_unquantized_model(tmp_path: Path) -> None:
@@ -214,6 +226,22 @@ def test_top_level_help_and_version_import_no_command() -> None:
     for command in COMMANDS:
         assert any(line.startswith(f"  {command} ") for line in text)
     assert run("--version").out == f"marlin-jit, version {__version__}\n"
+
+
+def test_module_in_a_checkout_that_is_not_installed() -> None:
+    code = (
+        "import runpy, sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'marlin_jit.cli':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "runpy.run_module('marlin_jit', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "are not installed: run `pip install -e .` there" in line
 
 
 def test_installed_command_and_module(tmp_path: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import marlin_jit
-from marlin_jit import ahead, jit
+from marlin_jit import ahead, jit, launch
 from marlin_jit.cli.main import main
 from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import CompileError, DTypeError, MarlinJitError, ShapeError
@@ -80,7 +85,7 @@ def test_info_says_that_there_is_no_gpu(run: Run, nvrtc: None, no_gpu: None) -> 
     result = run("info")
     assert result.exit_code == 0
     assert "missing: no CUDA device can be used" in result.stdout
-    assert "no GPU: NumPy arrays take the reference path" in result.stdout
+    assert "no GPU: NumPy arrays take the reference path; packing and compiling ahead work" in result.stdout
 
 
 def test_info_without_cupy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,24 @@ def test_info_without_cupy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("info")
     assert result.exit_code == 0
     assert "CuPy not installed" in result.stdout
-    assert "install marlin-jit[cuda12] or marlin-jit[cuda13]" in result.stdout
+    assert 'in the folder of marlin-jit run pip install ".[cuda12]" (or ".[cuda13]")' in result.stdout
+    # Compiling ahead goes through CuPy too.
+    assert "packing works here, compiling ahead does not" in result.stdout
+
+
+def test_info_lists_architectures_that_warmup_takes(run: Run, nvrtc: None) -> None:
+    listed = json.loads(run("info", "--json").stdout)["architectures"]
+    assert listed == sorted(listed, key=lambda arch: int(arch.rstrip("a")))
+    for arch in listed:
+        assert ahead.select_builds(arch)
+
+
+@pytest.mark.parametrize("options", [("--group", "32"), ("--dtype", "bfloat16"), ("--symmetric",)])
+def test_info_of_a_weight_needs_a_size(run: Run, options: tuple[str, ...]) -> None:
+    result = run("info", *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"{options[0]} describes a product: also give --m, --k or --n" in result.stderr
 
 
 def test_info_explains_a_product(run: Run, no_gpu: None) -> None:
@@ -156,7 +178,7 @@ def test_warmup_needs_an_architecture_without_a_gpu(run: Run, nvrtc: None, no_gp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--arch", "75"), "no builds are listed for sm_75; there are: 80"),
+        (("--arch", "75"), "no kernels for sm_75; there are: 80, 86, 87, 89, 90a, 100, 103, 120, 121"),
         (("--arch", "80", "/nonexistent/model"), "/nonexistent/model"),
         (("--arch", "80", "--group", "48"), "'48' is not one of"),
         (("--arch", "80", "--dtype", "float32"), "'float32' is not one of"),
@@ -166,6 +188,12 @@ def test_warmup_refuses_in_one_line(run: Run, nvrtc: None, arguments: tuple[str,
     result = run("warmup", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr.splitlines()[-1]
+
+
+def test_warmup_help_names_every_architecture(run: Run) -> None:
+    words = " ".join(run("warmup", "--help").stdout.split())
+    assert "Architecture: 80, 86, 87, 89, 90a, 100, 103, 120, 121. May be repeated" in words
+    assert {*launch.ARCH_LIMITS} <= set(ahead.architectures())
 
 
 def test_builds_are_chosen_by_type_and_group() -> None:
@@ -200,6 +228,50 @@ def test_one_kernel_that_does_not_compile_ends_the_warmup(few_builds: None) -> N
             marlin_jit.warmup(["80"])
     finally:
         BUILDS.pop(0)
+
+
+def test_interrupted_warmup_starts_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def compile_slowly(*_: object, **__: object) -> object:
+        started.append(1)
+        time.sleep(0.02)
+        return SimpleNamespace(cached=False)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(jit, "compile_cubin", compile_slowly)
+    monkeypatch.setattr(ahead, "all_builds", lambda arch: BUILDS * 50)
+    with pytest.raises(KeyboardInterrupt):
+        marlin_jit.warmup(["80"], jobs=1, progress=interrupt)
+    assert len(started) < 10  # of 100: those that ran before the interrupt was seen
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_command_promptly(number: signal.Signals, code: int) -> None:
+    program = """
+        import signal, time
+        from marlin_jit import ahead, jit
+        from marlin_jit.cli.main import main
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it otherwise
+        def compile_slowly(*args, **options):
+            print("compiling", flush=True)
+            time.sleep(0.2)
+        jit.nvrtc_version = lambda: (12, 9)
+        jit.compile_cubin = compile_slowly
+        main(["warmup", "--arch", "80", "--jobs", "1"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiling\n"
+        process.send_signal(number)
+        printed, errors = process.communicate(timeout=20)  # all of them would take longer
+    assert process.returncode == code, errors
+    assert printed.count("compiling") < 5
+    assert "Traceback" not in errors
 
 
 def test_progress_counts_to_the_total(few_builds: None) -> None:

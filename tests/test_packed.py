@@ -339,7 +339,7 @@ def test_existing_destination_is_not_touched(tmp_path: Path, rng: np.random.Gene
         CheckpointError, match="was not written by marlin-jit, so --force does not replace it"
     ):
         pack_checkpoint(source, tmp_path / "out", force=True)
-    with pytest.raises(CheckpointError, match="a folder is to be written, and what is there is none"):
+    with pytest.raises(CheckpointError, match="exists and is not a folder"):
         pack_checkpoint(source, tmp_path / "file", force=True)
     assert hashes(tmp_path) == before
 

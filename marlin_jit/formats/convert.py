@@ -305,7 +305,7 @@ def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
     if files.is_folder != destination.is_dir():
         kind = "folder" if files.is_folder else "file"
         raise CheckpointError(
-            f"{destination}: a {kind} is to be written, and what is there is none; remove it yourself"
+            f"{destination}: exists and is not a {kind}, which --force does not replace; remove it yourself"
         )
     if destination.is_dir() and any(destination.iterdir()) and not _is_own_output(destination):
         raise CheckpointError(
