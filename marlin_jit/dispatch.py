@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from marlin_jit import launch
-from marlin_jit._array import FLOAT32, Array, is_device_array
+from marlin_jit._array import FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
 from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
 from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError, ShapeError, ValueRangeError
@@ -49,17 +49,23 @@ _enabled_here: ContextVar[bool | None] = ContextVar("marlin_jit_dispatch", defau
 def set_dispatch(enabled: bool) -> None:
     """Turn the Marlin paths on or off for the whole process, over what `MARLIN_JIT_USE_MARLIN` says."""
     global _enabled
-    _enabled = bool(enabled)
+    _enabled = _switch(enabled)
 
 
 @contextlib.contextmanager
 def dispatch(enabled: bool) -> Iterator[None]:
     """Turn the Marlin paths on or off within a ``with`` block, in this thread (or task) alone."""
-    token = _enabled_here.set(bool(enabled))
+    token = _enabled_here.set(_switch(enabled))
     try:
         yield
     finally:
         _enabled_here.reset(token)
+
+
+def _switch(enabled: bool) -> bool:
+    if not isinstance(enabled, bool | np.bool_):
+        raise DTypeError(f"dispatch is switched by True or False, got {enabled!r}")
+    return bool(enabled)
 
 
 def dispatch_enabled() -> bool:
@@ -407,7 +413,8 @@ def _take(call: Call) -> Array:
     elif call.device is not None and not ((rows := _as_rows(out, call.weight.N)) and _ascending(rows)):
         target = import_cupy().empty(out.shape, dtype=out.dtype)
     if call.rows:
-        _run(call, target)
+        with scratch.turn() if call.device is not None else contextlib.nullcontext():
+            _run(call, target)
     if target is not out:
         out[...] = target
     return out
@@ -468,11 +475,14 @@ def _checked(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None =
         bias = _as_array("bias", bias)
         _check_like("bias", bias, x, (w.N,))
         if not bias.flags.c_contiguous:
-            bias = bias.copy()
+            with on_device(bias):
+                bias = bias.copy()
     if out is not None:
         if not isinstance(out, np.ndarray) and not is_device_array(out):
             raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
         _check_like("out", out, x, (*x.shape[:-1], w.N))
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ValueRangeError("out is read-only")
         for name, other in (("x", x), ("bias", bias)):
             if other is not None and _overlap(out, other):
                 raise ValueRangeError(f"out overlaps {name}: the result would depend on the order of writes")
@@ -502,6 +512,10 @@ def _check_like(name: str, array: Array, x: Array, shape: tuple[int, ...]) -> No
 
 def _as_array(name: str, array: Any) -> Array:
     """NumPy and CuPy arrays as they are; what else lives on a GPU as a CuPy array over the same memory."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise DTypeError(
+            f"{name} is a masked array, whose mask a product would ignore: give {name}.filled(value)"
+        )
     if isinstance(array, np.ndarray) or is_device_array(array):
         return array
     try:

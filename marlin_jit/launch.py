@@ -7,7 +7,7 @@ as a `Matrix`: a pointer and a row stride, so that strided arrays need no copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -233,7 +233,9 @@ def all_builds(arch: str) -> list[Build]:
             builds.append(_sums_build(group_size, bfloat16))
             for asymmetric in (False, True):
                 problem = Problem(1, 128, 64, group_size, asymmetric, bfloat16)
-                for tile in gemm_tile_shapes(problem, limits):
+                tiles = dict.fromkeys(gemm_tile_shapes(problem, limits))
+                tiles |= dict.fromkeys(gemm_tile_shapes(replace(problem, padded_k=64), limits))
+                for tile in tiles:
                     fitting = gemm_stages(tile, problem, limits)
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))

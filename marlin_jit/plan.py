@@ -151,12 +151,23 @@ class GemmTile:
         return self.m_tile * self.n_tile * 4
 
 
+def _half_tail(problem: Problem) -> bool:
+    """Whether a last stage of 128 k would be half empty under the one scale of its column.
+
+    Its missing codes would be 0, not 8: harmless times activations of zero, unless 8 scales overflow float16.
+    """
+    return problem.group_size == -1 and problem.padded_k % 128 != 0
+
+
 def gemm_tile_shapes(problem: Problem, limits: Limits) -> tuple[GemmTile, ...]:
     """The tile shapes for a problem on a device."""
     if limits.smem_per_sm < _SMALL_SM:  # compute capability 8.6, 8.9, 12.x: short stages let two blocks fit
-        return (GemmTile(16, 2, 2, 128, 2), GemmTile(32, 2, 2, 64, 3), GemmTile(64, 2, 2, 64, 2))
+        long = () if _half_tail(problem) else (GemmTile(16, 2, 2, 128, 2),)
+        return (*long, GemmTile(32, 2, 2, 64, 3), GemmTile(64, 2, 2, 64, 2))
     # ptxas needs some registers more for compute capability 10.
     blocks_of_32 = 2 if limits.major == 10 else 3
+    if _half_tail(problem):
+        return (GemmTile(32, 2, 2, 64, blocks_of_32), GemmTile(64, 2, 2, 64, 2))
     # Longer stages spread the cost of scales and deltas; without deltas the shorter ones are ahead by 3%.
     k_stage_of_64 = 128 if problem.asymmetric else 64
     return (
@@ -224,8 +235,9 @@ def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
 
 
 def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
+    smallest = min(tile.m_tile for tile in gemm_tile_shapes(problem, limits))
     for tile in gemm_tile_shapes(problem, limits):
-        if 16 < tile.m_tile >= 2 * problem.m:
+        if smallest < tile.m_tile >= 2 * problem.m:
             continue  # half the rows or more would be padding, and a smaller tile exists
         if tile.m_tile < 64 and problem.m > 256:
             continue  # unpacks every weight more often than a larger tile

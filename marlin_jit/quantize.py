@@ -87,8 +87,12 @@ def quantize(
             else:
                 scale[:, columns] = high / _LEVELS - low / _LEVELS  # divided first: high - low may overflow
                 zero[:, columns] = low
-                values -= zero[:, columns].astype(np.float32)[:, None]
             step = scale[:, columns].astype(np.float32)
+            if zero is not None:
+                # At half their size, since the difference of two large values may overflow.
+                values *= np.float32(0.5)
+                values -= np.float32(0.5) * zero[:, columns].astype(np.float32)[:, None]
+                step *= np.float32(0.5)
             # Dividing by infinity puts every value of a group without scale at the code of its zero.
             step = xp.where(step == 0, np.float32(np.inf), step)
             values /= step[:, None]

@@ -176,6 +176,15 @@ def test_threads_of_one_stream_share_a_buffer(runtime: FakeRuntime) -> None:
     assert len(runtime.allocated) == 1
 
 
+def test_threads_of_one_stream_take_turns(runtime: FakeRuntime) -> None:
+    scratch = device.Scratch()
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(id, pool.map(lambda _: scratch.turn(), range(64))))) == 1
+    mine = scratch.turn()
+    runtime.stream = 7
+    assert scratch.turn() is not mine
+
+
 def test_per_thread_stream_is_another_stream_in_each_thread(runtime: FakeRuntime) -> None:
     runtime.stream = 2  # cudaStreamPerThread
     scratch = device.Scratch()

@@ -420,8 +420,11 @@ class PlayedGpu:
         self.failing: dict[str, Exception] = {}
         self.capturing = False
         self.capability = (9, 0)
+        self.turn = threading.RLock()
 
     def _note(self, name: str) -> None:
+        # Launches that share scratch memory are one turn, which no other thread of the stream interrupts.
+        assert self.turn._is_owned()  # type: ignore[attr-defined]
         self.calls.append(name)
         if name in self.failing:
             raise self.failing[name]
@@ -487,6 +490,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     monkeypatch.setattr(engine, "import_cupy", lambda: cupy)
     monkeypatch.setattr(engine, "is_capturing", lambda _: played.capturing)
     monkeypatch.setattr(engine, "_cublas_there", lambda: True)
+    monkeypatch.setattr(engine, "scratch", SimpleNamespace(turn=lambda: played.turn))
     monkeypatch.setattr(engine, "_copied", played.copied)
     monkeypatch.setattr("marlin_jit._cublas.matmul_dense", played.matmul_dense)
     for name in ("marlin", "group_sums", "correct", "native"):
@@ -735,3 +739,22 @@ def test_which_strides_need_no_copy(
     else:
         assert (found.rows, found.stride) == expected
         assert (found.pointer, found.columns) == (array.ctypes.data, array.shape[-1])
+
+
+@pytest.mark.parametrize("enabled", ["0", 1, None])
+def test_switches_take_only_true_and_false(enabled: Any) -> None:
+    with pytest.raises(DTypeError, match="True or False"):
+        mj.set_dispatch(enabled)
+    with pytest.raises(DTypeError, match="True or False"), mj.dispatch(enabled):
+        pass
+
+
+def test_a_read_only_output_and_a_masked_input_are_refused() -> None:
+    w = mj.pack(mj.quantize(np.ones((64, 64), np.float16), 64))
+    x = np.ones((2, 64), np.float16)
+    out = np.empty((2, 64), np.float16)
+    out.flags.writeable = False
+    with pytest.raises(mj.ValueRangeError, match="read-only"):
+        mj.matmul(x, w, out=out)
+    with pytest.raises(DTypeError, match="masked"):
+        mj.matmul(np.ma.masked_array(x), w)

@@ -141,9 +141,11 @@ TILES = sorted(
         tile
         for limits in launch.ARCH_LIMITS.values()
         for asymmetric in (False, True)
-        for tile in plan.gemm_tile_shapes(
-            plan.Problem(1, 128, 64, 128, asymmetric, False), plan.Limits(132, *limits)
+        for problem in (
+            plan.Problem(1, 128, 64, 128, asymmetric, False),
+            plan.Problem(1, 64, 64, -1, asymmetric, False),
         )
+        for tile in plan.gemm_tile_shapes(problem, plan.Limits(132, *limits))
     },
     key=str,
 )

@@ -26,9 +26,11 @@ TILES = sorted(
         tile
         for arch in ARCHS
         for asymmetric in (False, True)
-        for tile in plan.gemm_tile_shapes(
-            Problem(1, 128, 64, 128, asymmetric, False), Limits(132, *launch.ARCH_LIMITS[arch])
+        for problem in (
+            Problem(1, 128, 64, 128, asymmetric, False),
+            Problem(1, 64, 64, -1, asymmetric, False),
         )
+        for tile in plan.gemm_tile_shapes(problem, Limits(132, *launch.ARCH_LIMITS[arch]))
     },
     key=str,
 )

@@ -181,3 +181,8 @@ def test_strided_weights_give_the_same_codes(rng):
 def test_refused(w, arguments, error, message):
     with pytest.raises(error, match=message):
         quantize(w, **arguments)
+
+
+def test_a_range_that_overflows_float32_keeps_its_codes() -> None:
+    w = np.array([[-3e38], [3e38], [1e38], [0]], np.float32)
+    assert quantize(w, 4, dtype=ml_dtypes.bfloat16).q.ravel().tolist() in ([0, 15, 10, 8], [0, 15, 10, 7])
