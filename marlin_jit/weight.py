@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -54,6 +53,11 @@ class QuantWeight:
     g_idx : int32 array [K], optional
         Row k belongs to group ``g_idx[k]`` (activation order). Without it the group is ``k // group_size``.
 
+    Attributes
+    ----------
+    delta : float32 array [G, N] or None
+        ``zero + 8*scale``, so that ``W = (q - 8)*scale + delta``; None for a symmetric weight.
+
     Raises
     ------
     DTypeError, ShapeError, ValueRangeError, DeviceError
@@ -61,7 +65,7 @@ class QuantWeight:
 
     Notes
     -----
-    Arrays are kept, not copied, unless they are not contiguous.
+    Arrays are kept, not copied, unless they are not contiguous (or, on a GPU, not on 16-byte boundaries).
     """
 
     q: Array
@@ -69,6 +73,7 @@ class QuantWeight:
     zero: Array | None
     group_size: int
     g_idx: Array | None = None
+    delta: Array | None = field(default=None, init=False, repr=False)
 
     # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
     __array_ufunc__: ClassVar[None] = None
@@ -99,6 +104,13 @@ class QuantWeight:
             _check_array("g_idx", self.g_idx, (np.dtype(np.int32),), 1)
             _check_shape("g_idx", self.g_idx, (K,), "[K]")
         with on_device(self.q):
+            for name in ("q", "scale", "zero", "g_idx"):
+                _keep_as_kernels_read(self, name)
+            if self.zero is not None:
+                # Made here, where the check below waits for the device: every stream finds it ready.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    delta = self.zero.astype(np.float32) + np.float32(8) * self.scale.astype(np.float32)
+                object.__setattr__(self, "delta", delta)
             _check_values(
                 xp,
                 ("q", self.q, lambda a: a <= 15, "outside 0..15"),
@@ -106,8 +118,6 @@ class QuantWeight:
                 ("zero", self.zero, xp.isfinite, "NaN or infinite"),
                 ("g_idx", self.g_idx, lambda a: (a >= 0) & (a < groups), f"outside the {groups} groups"),
             )
-            for name in ("q", "scale", "zero", "g_idx"):
-                _keep_contiguous(xp, self, name)
         object.__setattr__(self, "group_size", size)
         if groups == 1:
             object.__setattr__(self, "g_idx", None)  # all rows are in group 0
@@ -187,14 +197,6 @@ class QuantWeight:
         """Whether ``zero`` is ``-8*scale`` and not stored."""
         return self.zero is None
 
-    @cached_property
-    def delta(self) -> Array | None:
-        """``zero + 8*scale`` in float32 [G, N], so that ``W = (q - 8)*scale + delta``; None if symmetric."""
-        if self.zero is None:
-            return None
-        with on_device(self.scale):
-            return self.zero.astype(np.float32) + np.float32(8) * self.scale.astype(np.float32)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -233,6 +235,8 @@ class MarlinWeight:
 
     Attributes
     ----------
+    delta16 : array [G, Np] or None
+        `delta` rounded to the dtype of the scales, as kernels read it.
     fp16_cache : array [K, N] or None
         The dequantized weight, rows in source order, after :meth:`cache_fp16`.
 
@@ -248,6 +252,7 @@ class MarlinWeight:
     shape: tuple[int, int]
     group_size: int
     perm: Array | None = None
+    delta16: Array | None = field(default=None, init=False, repr=False)
     fp16_cache: Array | None = field(default=None, init=False, repr=False)
 
     # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
@@ -276,23 +281,22 @@ class MarlinWeight:
             _check_array("perm", self.perm, (np.dtype(np.int32),), 1)
             _check_shape("perm", self.perm, (K,), "[K]")
         with on_device(self.B):
+            for name in ("B", "scales", "delta", "perm"):
+                _keep_as_kernels_read(self, name)
+            if self.delta is not None:
+                # Made here, where the check below waits for the device: every stream finds it ready.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    object.__setattr__(self, "delta16", self.delta.astype(self.scales.dtype))
             in_order = None if self.perm is None else xp.sort(self.perm) == xp.arange(K, dtype=np.int32)
             _check_values(
                 xp,
                 ("scales", self.scales, xp.isfinite, "NaN or infinite"),
                 ("delta", self.delta, xp.isfinite, "NaN or infinite"),
-                ("delta (packed order)", self.delta, self._fits, f"too large for {self.scales.dtype}"),
+                ("delta (packed order)", self.delta16, xp.isfinite, f"too large for {self.scales.dtype}"),
                 ("perm (sorted)", in_order, lambda a: a, f"not those of a permutation of 0..{K - 1}"),
             )
-            for name in ("B", "scales", "delta", "perm"):
-                _keep_contiguous(xp, self, name)
         object.__setattr__(self, "shape", (K, N))
         object.__setattr__(self, "group_size", size)
-
-    def _fits(self, delta: Array) -> Array:
-        """Where `delta` stays finite in the dtype of the scales, as which kernels read it."""
-        with np.errstate(over="ignore"):
-            return namespace(delta).isfinite(delta.astype(self.scales.dtype))
 
     def __repr__(self) -> str:
         cached = "" if self.fp16_cache is None else ", FP16 cache"
@@ -340,19 +344,11 @@ class MarlinWeight:
         """Bytes of the packed arrays (without the FP16 cache)."""
         return _nbytes(self.B, self.scales, self.delta, self.perm)
 
-    @cached_property
-    def delta16(self) -> Array | None:
-        """Delta rounded to the dtype of the scales, as kernels read it; None for a symmetric weight."""
-        if self.delta is None:
-            return None
-        with on_device(self.delta):
-            return self.delta.astype(self.scales.dtype)
-
     def astype(self, dtype: Any) -> MarlinWeight:
         """Return this weight with its scales rounded to another dtype.
 
-        Every weight is multiplied by the ratio of the rounded scale to the old one, delta included. So an
-        integer zero point stays what it was, and what was exactly zero stays zero.
+        Where delta stands for an integer zero point, it is scaled with the scale: the zero point stays what
+        it was, and what was exactly zero stays zero. A delta that stands for a real zero is kept.
 
         Parameters
         ----------
@@ -374,10 +370,10 @@ class MarlinWeight:
             scales = self.scales.astype(np.float32).astype(dtype)
             delta = self.delta
             if delta is not None:
-                # float64: the product is exact, so the quotient is too wherever float32 can hold it.
-                old, new = self.scales.astype(np.float64), scales.astype(np.float64)
-                scaled = delta.astype(np.float64) * new / xp.where(old == 0, 1.0, old)
-                delta = xp.where(old == 0, delta, scaled.astype(np.float32))
+                old = self.scales.astype(np.float64)
+                steps = delta.astype(np.float64) / xp.where(old == 0, np.nan, old)
+                whole = (xp.abs(steps) <= MAX_ZERO_POINT) & (steps == xp.rint(steps))
+                delta = xp.where(whole, (steps * scales.astype(np.float64)).astype(np.float32), delta)
         return replace(self, scales=scales, delta=delta)
 
     def to_device(self) -> MarlinWeight:
@@ -474,11 +470,17 @@ def _all_good(array: Array, good: Callable[[Array], Array]) -> Array:
     return good(array).all()
 
 
-def _keep_contiguous(xp: Any, weight: object, name: str) -> None:
-    """Replace a strided array of a frozen weight by a contiguous copy: kernels take no strides."""
+def _keep_as_kernels_read(weight: object, name: str) -> None:
+    """Replace an array of a frozen weight by a copy where kernels cannot read it as it is.
+
+    They take no strides, and read 16 bytes at a time from addresses that are multiples of 16.
+    """
     array = getattr(weight, name)
-    if array is not None and not array.flags.c_contiguous:
-        object.__setattr__(weight, name, xp.ascontiguousarray(array))
+    if array is None:
+        return
+    unaligned = is_device_array(array) and array.data.ptr % 16
+    if unaligned or not array.flags.c_contiguous:
+        object.__setattr__(weight, name, array.copy(order="C"))
 
 
 def _summary(weight: QuantWeight | MarlinWeight, codes: Array, ordered: bool, cached: str = "") -> str:

@@ -14,6 +14,7 @@ from helpers import assert_same_bits, random_codes, random_scales
 from marlin_jit._array import namespace
 from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ShapeError, ValueRangeError
 from marlin_jit.pack import dequantize, pack
+from marlin_jit.quantize import quantize
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 BF16 = ml_dtypes.bfloat16
@@ -403,6 +404,26 @@ def test_namespace(no_memory_array):
         namespace(device, no_memory_array(1))
     with pytest.raises(DTypeError, match="expected a NumPy or CuPy array, got int"):
         namespace(device, 3)
+
+
+@pytest.mark.parametrize("spread", [1e-7, 3e-6, 1e-5, 1e-4])
+def test_astype_keeps_real_zeros_where_the_scale_underflows(spread: float, rng: np.random.Generator) -> None:
+    """Weights near 0.5: the new dtype may lose the scale, never the zero."""
+    w = (0.5 + spread * rng.standard_normal((128, 64))).astype(np.float32)
+    weight = pack(quantize(w, 64, dtype=ml_dtypes.bfloat16))
+    exact = dequantize(weight, np.float32)
+    moved = dequantize(weight.astype(np.float16), np.float32)
+    assert np.abs(moved - exact).max() <= 8 * 2.0**-24 + 2.0**-10 * np.abs(w - 0.5).max() + 2.0**-20
+
+
+@pytest.mark.parametrize("point", [0, 3, 8, 15, 16])
+def test_astype_scales_integer_zero_points(point: int, rng: np.random.Generator) -> None:
+    q = rng.integers(0, 16, (64, 64), dtype=np.uint8)
+    scale = rng.uniform(0.001, 0.1, (1, 64)).astype(ml_dtypes.bfloat16)
+    points = np.full((1, 64), point, np.uint8)
+    weight = pack(QuantWeight.from_zero_points(q, scale, points, -1)).astype(np.float16)
+    expected = (q.astype(np.int64) - point) * scale.astype(np.float32).astype(np.float16).astype(np.float64)
+    assert np.array_equal(dequantize(weight, np.float32), expected.astype(np.float32))
 
 
 def test_repr_is_one_short_line(rng):
