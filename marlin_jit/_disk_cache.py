@@ -23,7 +23,8 @@ from marlin_jit._cupy import private_temp_dir
 
 MAGIC = b"MJITCUB1"
 SUFFIX = ".mjk"
-_TEMPORARY = ".tmp-"
+# Our own: `clear` removes these, and the directory may be one that others use too.
+_TEMPORARY = ".marlin-jit-tmp-"
 _DIGEST_BYTES = 32
 
 
@@ -119,7 +120,7 @@ def clear() -> int:
 def _candidates() -> Iterator[Path]:
     explicit = os.environ.get("MARLIN_JIT_CACHE_DIR")
     if explicit:
-        yield Path(explicit).expanduser()
+        yield Path(os.path.expanduser(explicit))  # that of Path raises where the user is unknown
     xdg = os.environ.get("XDG_CACHE_HOME")
     if xdg and os.path.isabs(xdg):  # the XDG specification says to ignore relative paths
         yield Path(xdg) / "marlin-jit"

@@ -397,15 +397,22 @@ def test_temporary_directory_of_another_user_is_refused(
     assert _cupy.private_temp_dir("mine") is None
 
 
+def test_cache_of_an_unknown_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MARLIN_JIT_CACHE_DIR", "~no such user/x")
+    assert _disk_cache.directories() == [Path("~no such user/x")]
+
+
 def test_usage_and_clear(kernels: Path, cache: Path) -> None:
     assert _disk_cache.usage() == (0, 0)
     compile_scale(kernels, defines={"FACTOR": 2})
     compile_scale(kernels, defines={"FACTOR": 3})
     (cache / "unrelated.txt").write_text("stays")
-    (cache / ".tmp-left").write_text("by a writer that was killed")
+    (cache / ".tmp-others").write_text("stays too")
+    (cache / ".marlin-jit-tmp-left").write_text("by a writer that was killed")
     assert _disk_cache.usage() == (2, sum(path.stat().st_size for path in cache.glob("*.mjk")))
     assert _disk_cache.clear() == 2
-    assert [path.name for path in cache.iterdir()] == ["unrelated.txt"]
+    assert sorted(path.name for path in cache.iterdir()) == [".tmp-others", "unrelated.txt"]
     assert not compile_scale(kernels).cached
 
 
