@@ -1,12 +1,14 @@
 """The ``marlin-jit`` command: which subcommands there are, and how errors, warnings and signals leave it.
 
-Exit codes: 0 done; 1 `verify` found a difference; 2 an error, told in one line on stderr; 130 and 143
-interrupted.
+Exit codes: 0 done; 1 `verify` found a difference; 2 an error, told in one line on stderr; 129, 130, 141
+and 143 ended by a hangup, Ctrl-C, a closed pipe and SIGTERM.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import signal
 import sys
 import warnings
@@ -20,6 +22,9 @@ from marlin_jit import __version__
 from marlin_jit.errors import MarlinJitError
 
 __all__ = ["main"]
+
+
+UNEXPECTED = "an unexpected error"
 
 
 class LazyCommand(NamedTuple):
@@ -66,14 +71,22 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, place.help) for name, place in COMMANDS.items()])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        # A name that the terminal's encoding lacks is shown escaped; it must not fail a command that is done.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         with _warnings_in_one_line(), _terminated_like_an_error():
             try:
                 return super().invoke(ctx)
             except MarlinJitError as error:
                 raise ErrorLine(str(error)) from error
-            except BrokenPipeError:
-                raise  # click ends quietly: the reader of our output has gone
+            except BrokenPipeError:  # the reader of our output has gone, as with `| head`: end quietly
+                _drop_output()
+                raise click.exceptions.Exit(141) from None
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""
                 raise ErrorLine(f"{where}{error.strerror or error}") from error
@@ -82,12 +95,23 @@ class LazyGroup(click.Group):
             except KeyboardInterrupt:
                 click.echo("interrupted", err=True)
                 raise click.exceptions.Exit(130) from None
+            except (click.ClickException, click.exceptions.Exit, click.Abort):
+                raise
+            except Exception as error:  # Python would exit with 1: "`verify` found a difference"
+                raise ErrorLine(f"{UNEXPECTED}, {type(error).__name__}: {error}; please report it") from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="marlin-jit")
 def main() -> None:
     """Pack INT4 checkpoints into the Marlin format, and look after the kernels that multiply with them."""
+
+
+def _drop_output() -> None:
+    """Send what stdout still holds to nowhere, so that flushing it at the exit does not fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def one_line(text: str) -> str:
@@ -107,17 +131,24 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def _terminated_like_an_error() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that a command removes its half-written output on the way out."""
+    """Turn SIGTERM and SIGHUP into exceptions: a command removes its half-written output on the way out."""
+    before: dict[int, Any] = {}
 
     def leave(number: int, frame: Any) -> None:
+        for handled in before:  # a hangup may come twice, and the way out is not to be interrupted
+            signal.signal(handled, signal.SIG_IGN)
         sys.exit(128 + number)
 
     try:
-        before = signal.signal(signal.SIGTERM, leave)
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                before[number] = signal.signal(number, leave)
     except ValueError:  # not the main thread, which alone may do this
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -51,6 +51,11 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # that of rich exits with 1, which says that `verify` found a difference
+
+
 def print_table(columns: dict[str, str], rows: list[list[str]]) -> None:
     """Print a table to stdout.
 
@@ -66,7 +71,7 @@ def print_table(columns: dict[str, str], rows: list[list[str]]) -> None:
         table.add_column(heading, justify="left" if justify == "left" else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(one_line(cell)) for cell in row))
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     console.print(table)

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from marlin_jit.cli.main import main
+from marlin_jit.cli.main import UNEXPECTED, main
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Ran:
 
 
 def run(*arguments: object) -> Ran:
-    """Run one command; an exception that a user would see as a traceback is raised here too."""
+    """Run one command; an exception that nothing in the package expects fails the test."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -33,4 +33,5 @@ def run(*arguments: object) -> Ran:
         except SystemExit as done:
             code = done.code
     assert isinstance(code, int)
+    assert UNEXPECTED not in err.getvalue(), err.getvalue()
     return Ran(code, out.getvalue(), err.getvalue())

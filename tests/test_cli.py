@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from checkpoint_maker import awq_config, awq_layer, gptq_config, gptq_layer, write_model
 from cli_runner import run
+from click.testing import CliRunner
 from helpers import FIXTURES, Case, case_id, cases, random_codes, random_scales
 
 from marlin_jit import __version__
-from marlin_jit.cli.main import COMMANDS
+from marlin_jit.cli.main import COMMANDS, UNEXPECTED, main
 from marlin_jit.formats.safetensors_io import SafetensorsFile
 
 MODEL = FIXTURES / "checkpoints" / "llama_gptqmodel_asym_g128"
@@ -253,3 +255,38 @@ def test_installed_command_and_module(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_exceptions_that_nobody_expects_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own exit code would be 1: "verify found a difference"."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a bug\nof two lines")
+
+    monkeypatch.setattr("marlin_jit.cli.verify.open_checkpoint", fail)
+    done = CliRunner().invoke(main, ["verify", "a", "b"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == rf"error: {UNEXPECTED}, RuntimeError: a bug\nof two lines; please report it" + "\n"
+
+
+def test_names_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    source = FIXTURES / "malformed" / "valid_base"
+    command = [sys.executable, "-m", "marlin_jit", "pack", str(source), str(tmp_path / "o\u4e2d")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"o\u4e2d" in done.stdout
+
+
+def test_a_reader_that_leaves_is_no_difference() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "marlin_jit", "inspect", str(FIXTURES / "malformed" / "valid_base")]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from marlin_jit.errors import CheckpointError
-from marlin_jit.formats import compare, convert, load, open_checkpoint, pack_checkpoint, plan_pack, save
+from marlin_jit.errors import CheckpointError, DTypeError
+from marlin_jit.formats import (
+    compare,
+    convert,
+    load,
+    open_checkpoint,
+    pack_checkpoint,
+    plan_pack,
+    run_pack,
+    save,
+)
 from marlin_jit.formats.packed import file_metadata
 from marlin_jit.formats.safetensors_io import SafetensorsFile
-from marlin_jit.pack import dequantize, pack
-from marlin_jit.weight import QuantWeight
+from marlin_jit.pack import dequantize, pack, unpack
+from marlin_jit.weight import MarlinWeight, QuantWeight
 
 ONE_LAYER = [*cases("gptq/*"), *cases("awq/*"), *cases("marlin/*")]
 MODELS = cases("checkpoints/*")
@@ -309,19 +320,44 @@ def test_failure_leaves_the_old_output_with_force(
     assert hashes(tmp_path) == before
 
 
-def test_terminated_in_the_middle_leaves_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_terminated_in_the_middle_leaves_nothing(
+    tmp_path: Path, rng: np.random.Generator, name: str, code: int
+) -> None:
+    done = pack_that_gets(name, tmp_path, rng)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_hangup_is_ignored_where_it_was(tmp_path: Path, rng: np.random.Generator) -> None:
+    """As under nohup."""
+    done = pack_that_gets("SIGHUP", tmp_path, rng, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(load(tmp_path / "out")) == ["a", "b"]
+
+
+def pack_that_gets(
+    name: str, tmp_path: Path, rng: np.random.Generator, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `pack` in a process that sends itself signals (twice, as a closing terminal may) at each layer."""
     source = random_model(tmp_path / "m", rng)
     code = (
         "import os, signal\n"
         "from marlin_jit.formats import convert\n"
-        "convert.to_marlin = lambda layer: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"{before}\n"
+        "real = convert.to_marlin\n"
+        "def struck(layer):\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "    finally:\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "    return real(layer)\n"
+        "convert.to_marlin = struck\n"
         "from marlin_jit.cli.main import main\n"
         f"main(['pack', {str(source)!r}, {str(tmp_path / 'out')!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (143, "")
-    assert "Traceback" not in done.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_existing_destination_is_not_touched(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -397,12 +433,189 @@ def test_destination_that_appears_meanwhile_is_not_touched(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
 
 
+def test_folder_exchanged_meanwhile_is_not_touched(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--force asks again who owns what it replaces, when the output is complete."""
+    source = random_model(tmp_path / "m", rng)
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    real = convert.to_marlin
+
+    def during(action: Callable[[], object]) -> None:
+        def exchange(layer: Any) -> Any:
+            if layer.name == "a":
+                action()
+            return real(layer)
+
+        monkeypatch.setattr(convert, "to_marlin", exchange)
+
+    def appear() -> None:
+        out.mkdir()
+        (out / "thesis").write_text("x")
+
+    during(appear)
+    with pytest.raises(CheckpointError, match="was not written by marlin-jit"):
+        pack_checkpoint(source, out, force=True)
+    assert (out / "thesis").read_text() == "x"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+
+    out.rename(elsewhere)
+    during(lambda: out.symlink_to(elsewhere))
+    for place in (source, source / "model.safetensors"):
+        with pytest.raises(CheckpointError, match="is a symbolic link"):
+            pack_checkpoint(place, out, force=True)
+        assert out.is_symlink()
+        out.unlink()
+    assert [p.name for p in elsewhere.iterdir()] == ["thesis"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "m"]
+
+
+def exchange_at_the_rename(out: Path, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Do something in the moment between the last look at `out` and moving it aside."""
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self == out:
+            monkeypatch.setattr(Path, "rename", real)
+            action()
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def test_folder_exchanged_at_the_last_moment_is_moved_back(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = random_model(tmp_path / "m", rng), tmp_path / "out"
+    pack_checkpoint(source, out)
+
+    def exchange() -> None:
+        shutil.rmtree(out)
+        out.mkdir()
+        (out / "thesis").write_text("x")
+
+    exchange_at_the_rename(out, monkeypatch, exchange)
+    with pytest.raises(CheckpointError, match="was not written by marlin-jit"):
+        pack_checkpoint(source, out, force=True)
+    assert [p.name for p in out.iterdir()] == ["thesis"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+    shutil.rmtree(out)
+    pack_checkpoint(source, out)
+    exchange_at_the_rename(out, monkeypatch, lambda: shutil.rmtree(out))  # gone: nothing to replace
+    pack_checkpoint(source, out, force=True)
+    assert list(load(out)) == ["a", "b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+
+
+def test_packs_into_one_folder_at_once_leave_one_model(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = random_model(tmp_path / "m", rng), tmp_path / "out"
+    pack_checkpoint(source, out)
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        moved = real(self, target)
+        if self == out:  # the other process is done while the name is free
+            monkeypatch.setattr(Path, "rename", real)
+            pack_checkpoint(source, out)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="appeared while this was being written"):
+        pack_checkpoint(source, out, force=True)
+    assert list(load(out)) == ["a", "b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+
+
+def test_saving_never_replaces_more_than_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
+    weight = small_weight(rng)
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "sub" / "precious").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "sub" / "precious")
+    before = hashes(tmp_path)
+    with pytest.raises(CheckpointError, match=r"exists and is not a file, .* remove it yourself"):
+        save(tmp_path / "folder", {"a": weight}, force=True)
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        save(tmp_path / "link", {"a": weight}, force=True)
+    assert hashes(tmp_path) == before
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_replaced_file_is_there_at_every_moment(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, weight = tmp_path / "x.safetensors", small_weight(rng)
+    save(path, {"old": weight})
+    gone = []
+
+    def watched(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event in ("os.rename", "os.remove") and str(arguments[0]) == str(path):
+            gone.append(event)
+
+    watching = True
+    sys.addaudithook(watched)
+    save(path, {"new": weight}, force=True)
+    watching = False
+    assert gone == []
+    assert list(load(path)) == ["new"]
+
+
+def small_weight(rng: np.random.Generator) -> MarlinWeight:
+    return pack(QuantWeight(random_codes(rng, 64, 64), random_scales(rng, 2, 64), None, 32))
+
+
+@pytest.mark.parametrize("suffix", ["B", "s", "delta", "perm"])
+def test_names_of_a_layer_are_its_own(tmp_path: Path, rng: np.random.Generator, suffix: str) -> None:
+    """Also those that the layer does not use: read back, the stranger would be a part of it."""
+    scale, zeros = random_scales(rng, 2, 64), np.full((2, 64), 8, np.uint8)
+    foreign = {f"a.{suffix}": np.full((2, 64), 5, np.float32)}
+    layer = awq_layer(random_codes(rng, 64, 64), scale, zeros)
+    source = write_model(tmp_path / "m", awq_config(), {"a": layer}, foreign)
+    with pytest.raises(CheckpointError, match=rf"tensor a\.{suffix} belongs to no layer"):
+        pack_checkpoint(source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=rf"tensors\['a\.{suffix}'\]: this name is reserved"):
+        save(tmp_path / "x.safetensors", {"a": small_weight(rng)}, foreign)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_wrong_arguments_of_save_and_load(tmp_path: Path, rng: np.random.Generator) -> None:
+    path, weight = tmp_path / "x.safetensors", small_weight(rng)
+    with pytest.raises(DTypeError, match=r"weights\['a'\] is a QuantWeight; expected a MarlinWeight"):
+        save(path, {"a": unpack(weight)})  # type: ignore[dict-item]
+    with pytest.raises(DTypeError, match=r"tensors\['b'\] is a list; expected a NumPy or CuPy array"):
+        save(path, {"a": weight}, {"b": [1]})  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match=r"'__metadata__'\]: this name is reserved for the file format"):
+        save(path, {"a": weight}, {"__metadata__": np.zeros(3)})
+    with pytest.raises(CheckpointError, match="cannot be written as UTF-8"):
+        save(path, {"\ud800": weight})
+    for long in ("a" * 5000, tmp_path / ("a" * 300)):
+        with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+            load(long)
+        with pytest.raises(CheckpointError, match="cannot be written: File name too long"):
+            save(long, {"a": weight})
+    with pytest.raises(CheckpointError, match="cannot be read: embedded null byte"):
+        load("a\0b")
+    assert list(tmp_path.iterdir()) == []
+    longest = tmp_path / ("中" * 85)  # 255 bytes
+    save(longest, {"a": weight})
+    assert list(load(longest)) == ["a"]
+
+
+def test_a_file_of_the_source_that_fails_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = random_model(tmp_path / "m", rng)
+    (source / "tokenizer.json").write_text("{}")
+    plan = plan_pack(source, tmp_path / "out")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"m/tokenizer\.json: cannot be read: No such file"):
+        run_pack(plan)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
 def test_names_that_collide_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     layer = awq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 5, np.uint8))
     source = write_model(tmp_path / "m", awq_config(), {"a": layer}, {"a.s": np.ones(3, np.float16)})
-    with pytest.raises(
-        CheckpointError, match=r"packing layer a makes tensor a\.s, a name that the source uses"
-    ):
+    with pytest.raises(CheckpointError, match=r"tensor a\.s belongs to no layer, .* for layer a"):
         plan_pack(source, tmp_path / "out")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.detect import CONFIG_FILES
 from marlin_jit.formats.model_files import INDEX_SUFFIX, ModelFiles
 from marlin_jit.formats.packed import FORMAT, FORMAT_VERSION
-from marlin_jit.formats.safetensors_io import load_json
+from marlin_jit.formats.safetensors_io import COPY_CHUNK, load_json
 
 __all__ = ["copy_files", "other_files", "write_config", "write_index"]
 
@@ -72,7 +71,19 @@ def copy_files(files: ModelFiles, folder: Path, names: Sequence[str]) -> None:
     for name in names:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files.folder / name, target)
+        with target.open("xb") as file:
+            for chunk in _chunks(files.folder / name):
+                file.write(chunk)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file of the source; what goes wrong here is not the output's fault."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(COPY_CHUNK):
+                yield chunk
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def write_index(

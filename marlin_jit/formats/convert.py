@@ -22,12 +22,12 @@ from marlin_jit.formats.detect import Checkpoint, open_checkpoint
 from marlin_jit.formats.layer import CheckpointWarning, Parameters, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import (
-    FORMAT,
     LayerEntry,
     file_metadata,
     is_packed,
     layer_arrays,
     layer_tensors,
+    reserved_names,
 )
 from marlin_jit.formats.publish import check_destination, published
 from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo
@@ -155,7 +155,9 @@ def run_pack(plan: PackPlan, progress: Progress | None = None) -> None:
     files = plan.checkpoint.files
     advance = progress or (lambda count: None)
     try:
-        with published(plan.destination, folder=files.is_folder, force=plan.force) as temporary:
+        with published(
+            plan.destination, folder=files.is_folder, force=plan.force, may_replace=_is_own_output
+        ) as temporary:
             for shard, tensors in plan.shards.items():
                 _write_shard(
                     plan, shard, temporary / shard if files.is_folder else temporary, tensors, advance
@@ -165,7 +167,7 @@ def run_pack(plan: PackPlan, progress: Progress | None = None) -> None:
                 write_index(files, temporary, tensors_by_shard, plan.bytes_after)
                 write_config(files, temporary)
                 copy_files(files, temporary, plan.copied)
-    except OSError as error:
+    except OSError as error:  # those of the source's files are CheckpointErrors that name the file
         raise CheckpointError(f"{plan.destination}: cannot be written: {error.strerror or error}") from None
 
 
@@ -267,19 +269,19 @@ def _plan_shards(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> dict[s
     """
     files = checkpoint.files
     shards: dict[str, dict[str, TensorInfo]] = {shard: {} for shard in files.shards}
-    owner: dict[str, str] = {}
+    others = set(checkpoint.others)
     for name in checkpoint.others:
         shards[files.shard_of(name)][name] = replace(files.info(name), start=0)
-        owner[name] = "the source"
     for name, plan in layers.items():
-        for tensor, info in layer_tensors(name, plan.entry, plan.symmetric, plan.permuted).items():
-            if tensor in owner:
+        for tensor in reserved_names(name):
+            if tensor in others:
                 raise CheckpointError(
-                    f"{files.path}: packing layer {name} makes tensor {tensor}, a name that {owner[tensor]} "
-                    "uses"
+                    f"{files.path}: tensor {tensor} belongs to no layer, but packing reserves its name for "
+                    f"layer {name}"
                 )
-            owner[tensor] = f"layer {name}"
-            shards[files.shard_of(plan.source.tensors[0])][tensor] = info
+        shards[files.shard_of(plan.source.tensors[0])].update(
+            layer_tensors(name, plan.entry, plan.symmetric, plan.permuted)
+        )
     return {shard: tensors for shard, tensors in shards.items() if tensors}
 
 
@@ -295,28 +297,14 @@ def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
         raise CheckpointError(f"{destination}: lies inside the source folder; choose a place outside it")
     if source.is_relative_to(target):
         raise CheckpointError(f"{destination}: holds the source; choose another place")
-    check_destination(destination, force=force)
-    if not destination.exists() and not destination.is_symlink():
-        return
-    if destination.is_symlink():
-        raise CheckpointError(
-            f"{destination}: is a symbolic link, which --force does not replace; remove it yourself"
-        )
-    if files.is_folder != destination.is_dir():
-        kind = "folder" if files.is_folder else "file"
-        raise CheckpointError(
-            f"{destination}: exists and is not a {kind}, which --force does not replace; remove it yourself"
-        )
-    if destination.is_dir() and any(destination.iterdir()) and not _is_own_output(destination):
-        raise CheckpointError(
-            f"{destination}: was not written by {FORMAT}, so --force does not replace it; remove it yourself"
-        )
+    check_destination(destination, folder=files.is_folder, force=force, may_replace=_is_own_output)
 
 
 def _is_own_output(folder: Path) -> bool:
+    """Whether a folder is empty or holds a model that this package packed."""
     try:
-        return is_packed(ModelFiles(folder))
-    except CheckpointError:
+        return not any(folder.iterdir()) or is_packed(ModelFiles(folder))
+    except (CheckpointError, OSError):
         return False
 
 

@@ -51,10 +51,15 @@ class ModelFiles:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists() and not path.is_symlink():
-            raise CheckpointError(f"{path}: no such file or folder")
+        try:
+            path.lstat()
+            self.is_folder = path.is_dir()
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path}: no such file or folder") from None
+        except (OSError, ValueError) as error:  # too long a name, a zero byte, a folder not to be entered
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise CheckpointError(f"{path}: cannot be read: {reason or error}") from None
         self.path = path
-        self.is_folder = path.is_dir()
         self.index_name: str | None = None
         self.index_metadata: dict[str, Any] = {}
         promised: dict[str, str] = {}

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit._array import BFLOAT16
-from marlin_jit.errors import CheckpointError, MarlinJitError
+from marlin_jit._array import BFLOAT16, is_device_array, to_host
+from marlin_jit.errors import CheckpointError, DTypeError, MarlinJitError
 from marlin_jit.formats.layer import Parameters, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.publish import published
@@ -43,6 +43,8 @@ __all__ = ["FORMAT", "FORMAT_VERSION", "LayerEntry", "PackedModel", "load", "sav
 FORMAT = "marlin-jit"
 FORMAT_VERSION = 1
 
+# A layer's names are its own even where it lacks the tensor: a stranger's X.delta would change its weights.
+_SUFFIXES = ("B", "s", "delta", "perm")
 _DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
 
@@ -67,6 +69,11 @@ class LayerEntry:
     group_size: int
     dtype: str
     source_format: str
+
+
+def reserved_names(name: str) -> tuple[str, ...]:
+    """Return the tensor names that no other tensor may have beside packed layer `name`."""
+    return tuple(f"{name}.{suffix}" for suffix in _SUFFIXES)
 
 
 def layer_tensors(name: str, entry: LayerEntry, symmetric: bool, permuted: bool) -> dict[str, TensorInfo]:
@@ -171,8 +178,7 @@ class PackedLayer(SourceLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        names = [f"{self.name}.{suffix}" for suffix in ("B", "s", "delta", "perm")]
-        return tuple(name for name in names if name in self.files)
+        return tuple(name for name in reserved_names(self.name) if name in self.files)
 
     @property
     def scale_name(self) -> str:
@@ -309,12 +315,24 @@ def save(
     weights : mapping of str to MarlinWeight
         By module name; NumPy or CuPy.
     tensors : mapping of str to array, optional
-        Other tensors, stored as they are.
+        Other tensors, stored as they are. The names X.B, X.s, X.delta and X.perm belong to layer X.
     source_format : str
         Noted in the metadata.
     force : bool
-        Replace a file that exists.
+        Replace a file that exists. A folder or a symbolic link is never replaced.
+
+    Raises
+    ------
+    DTypeError
+        A weight that is no `MarlinWeight`, a tensor that is no array.
+    CheckpointError
+        A name that cannot be used, a dtype that cannot be stored, or a file that cannot be written.
     """
+    for name, weight in weights.items():
+        if not isinstance(weight, MarlinWeight):
+            raise DTypeError(
+                f"weights[{name!r}] is a {type(weight).__name__}; expected a MarlinWeight, as pack makes it"
+            )
     entries = {
         name: LayerEntry(weight.K, weight.N, weight.group_size, weight.dtype.name, source_format)
         for name, weight in weights.items()
@@ -322,17 +340,25 @@ def save(
     infos: dict[str, TensorInfo] = {}
     for name, weight in weights.items():
         infos.update(layer_tensors(name, entries[name], weight.symmetric, weight.perm is not None))
-    others = dict(tensors or {})
+    others: dict[str, Any] = dict(tensors or {})
+    reserved = {"__metadata__", *(tensor for name in weights for tensor in reserved_names(name))}
     for name, array in others.items():
-        if name in infos:
-            raise CheckpointError(f"tensor name {name} belongs to a packed layer")
+        if not (isinstance(array, np.ndarray) or is_device_array(array)):
+            raise DTypeError(f"tensors[{name!r}] is a {type(array).__name__}; expected a NumPy or CuPy array")
+        if name in reserved:
+            owner = "the file format" if name == "__metadata__" else "a packed layer"
+            raise CheckpointError(f"tensors[{name!r}]: this name is reserved for {owner}; choose another")
         infos[name] = array_info(array.dtype, array.shape)
-    with (
-        published(Path(path), folder=False, force=force) as temporary,
-        SafetensorsWriter(temporary, infos, file_metadata(entries)) as writer,
-    ):
-        for name, weight in weights.items():
-            for tensor, array in layer_arrays(name, weight).items():
-                writer.write(tensor, array)
-        for name, array in others.items():
-            writer.write(name, array)
+    path = Path(path)
+    try:
+        with (
+            published(path, folder=False, force=force) as temporary,
+            SafetensorsWriter(temporary, infos, file_metadata(entries)) as writer,
+        ):
+            for name, weight in weights.items():
+                for tensor, array in layer_arrays(name, weight).items():
+                    writer.write(tensor, array)
+            for name, array in others.items():
+                writer.write(name, to_host(array))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from None

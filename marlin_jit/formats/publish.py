@@ -1,11 +1,16 @@
-"""Output appears whole or not at all: it is written under another name and renamed when it is complete."""
+"""Output appears whole or not at all: it is written under another name and renamed when it is complete.
+
+A file replaces a file in one atomic rename. No portable rename replaces a folder that is not empty, so the
+old one is moved aside for the moment of a second rename; if that fails it is moved back.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,23 +19,33 @@ from marlin_jit.errors import CheckpointError
 __all__ = ["check_destination", "published"]
 
 
-def check_destination(destination: Path, *, force: bool) -> None:
-    """Raise, before any work is done, if output cannot appear at `destination`."""
+def check_destination(
+    destination: Path, *, folder: bool, force: bool, may_replace: Callable[[Path], bool] | None = None
+) -> None:
+    """Raise, before any work is done, if output cannot appear at `destination`.
+
+    Parameters are those of `published`.
+    """
     parent = destination.parent
     if not destination.name or destination.name == "..":
         raise CheckpointError(f"{destination}: is no name for a new file or folder")
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         raise CheckpointError(f"{destination}: the folder {parent} does not exist")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(f"{destination}: the folder {parent} is not writable")
-    if os.path.lexists(destination) and not force:
+    if _status(destination) is None:
+        return
+    if not force:
         raise CheckpointError(
             f"{destination}: exists already; remove it, choose another name, or replace it with --force"
         )
+    _check_replaceable(destination, destination, folder, may_replace)
 
 
 @contextmanager
-def published(destination: Path, *, folder: bool, force: bool) -> Iterator[Path]:
+def published(
+    destination: Path, *, folder: bool, force: bool, may_replace: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """Yield a path to write to; rename it to `destination` at the end, or remove it if anything fails.
 
     Parameters
@@ -39,18 +54,30 @@ def published(destination: Path, *, folder: bool, force: bool) -> Iterator[Path]
     folder : bool
         The path is made as an empty folder; otherwise it does not exist yet.
     force : bool
-        Replace what is there. It stays as it is until the new output is complete.
+        Replace what is there: a file by a file, a folder by a folder. It stays as it is until the new output
+        is complete.
+    may_replace : callable, optional
+        Says whether a folder may be replaced. It is asked before the work and again at the end, because the
+        folder may have been exchanged in between. Without it no folder is replaced.
+
+    Raises
+    ------
+    CheckpointError
+        What is at `destination`, now or when the output is complete, may not be replaced; it is left alone.
     """
-    check_destination(destination, force=force)
-    token = secrets.token_hex(4)
-    temporary = destination.with_name(f".{destination.name[:100]}.{token}.partial")
+    check_destination(destination, folder=folder, force=force, may_replace=may_replace)
+    # 50 characters take at most 200 of the 255 bytes that a name may have.
+    temporary = destination.with_name(f".{destination.name[:50]}.{secrets.token_hex(4)}.partial")
     try:
         if folder:
             temporary.mkdir()
         yield temporary
         _sync_folder(temporary if folder else temporary.parent)
-        if force and os.path.lexists(destination):
-            _replace(temporary, destination, destination.with_name(f".{destination.name[:100]}.{token}.old"))
+        if force and not folder:
+            _check_replaceable(destination, destination, folder, may_replace)
+            os.replace(temporary, destination)
+        elif force and _status(destination) is not None:
+            _replace_folder(temporary, destination, may_replace)
         else:
             _rename_to_new(temporary, destination)
         _sync_folder(destination.parent)
@@ -62,38 +89,118 @@ def published(destination: Path, *, folder: bool, force: bool) -> Iterator[Path]
         raise
 
 
-def _replace(temporary: Path, destination: Path, old: Path) -> None:
-    destination.rename(old)
+def _status(path: Path) -> os.stat_result | None:
+    """Return what `path` itself is (a link is not followed), or None where there is nothing."""
     try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # too long a name, a zero byte
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointError(f"{path}: cannot be written: {reason or error}") from None
+
+
+def _check_replaceable(
+    path: Path, destination: Path, folder: bool, may_replace: Callable[[Path], bool] | None
+) -> None:
+    """Raise if what lies at `path`, and is called `destination` in messages, may not be replaced."""
+    status = _status(path)
+    if status is None:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise CheckpointError(
+            f"{destination}: is a symbolic link, which --force does not replace; remove it yourself"
+        )
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        kind = "folder" if folder else "file"
+        raise CheckpointError(
+            f"{destination}: exists and is not a {kind}, which --force does not replace; remove it yourself"
+        )
+    if folder and not (may_replace is not None and may_replace(path)):
+        raise CheckpointError(
+            f"{destination}: was not written by marlin-jit, so --force does not replace it; remove it "
+            "yourself"
+        )
+
+
+def _replace_folder(temporary: Path, destination: Path, may_replace: Callable[[Path], bool] | None) -> None:
+    """Put one folder in the place of another, unless that is, or has just become, one to be left alone."""
+    _check_replaceable(destination, destination, True, may_replace)
+    checked = _identity(destination)
+    aside = temporary.with_suffix(".old")
+    replaceable = False
+    try:
+        try:
+            destination.rename(aside)
+        except FileNotFoundError:
+            _rename_to_new(temporary, destination)
+            return
+        # Usually the folder just checked, so that the name is free for no longer than two system calls.
+        if checked is None or _identity(aside) != checked:
+            _check_replaceable(aside, destination, True, may_replace)
+        replaceable = True
         temporary.rename(destination)
-    except BaseException:
-        old.rename(destination)
+    except BaseException as error:
+        _put_back(aside, destination, replaceable, error)
         raise
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink(missing_ok=True)
+    _remove_folder(aside)
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes if another folder takes the name, or entries come to it or go."""
+    status = _status(path)
+    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def _put_back(aside: Path, destination: Path, replaceable: bool, error: BaseException) -> None:
+    """Undo moving a folder aside. Where its name has been taken again, remove it, if that is allowed."""
+    if not os.path.lexists(aside):
+        return
+    try:
+        aside.rename(destination)
+    except OSError:
+        if not replaceable:
+            raise CheckpointError(
+                f"{destination}: changed while this was being written; the folder found there before is now "
+                f"{aside}"
+            ) from error
+        _remove_folder(aside)
+        if isinstance(error, OSError):
+            raise _appeared(destination) from None
+
+
+def _remove_folder(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:  # Ctrl-C: what has been started is finished
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _rename_to_new(temporary: Path, destination: Path) -> None:
     """Rename without replacing what may have appeared at `destination` meanwhile."""
     if temporary.is_dir():
-        temporary.rename(destination)  # refuses a folder that is not empty, and any file
+        try:
+            temporary.rename(destination)  # refuses a folder that is not empty, and any file
+        except OSError:
+            if os.path.lexists(destination):
+                raise _appeared(destination) from None
+            raise
         return
     try:
         os.link(temporary, destination)
     except FileExistsError:
-        raise CheckpointError(
-            f"{destination}: appeared while this was being written; it was left alone"
-        ) from None
+        raise _appeared(destination) from None
     except OSError:  # no hard links on this file system
         if os.path.lexists(destination):
-            raise CheckpointError(
-                f"{destination}: appeared while this was being written; it was left alone"
-            ) from None
+            raise _appeared(destination) from None
         temporary.rename(destination)
     else:
         temporary.unlink()
+
+
+def _appeared(destination: Path) -> CheckpointError:
+    return CheckpointError(f"{destination}: appeared while this was being written; it was left alone")
 
 
 def _sync_folder(folder: Path) -> None:

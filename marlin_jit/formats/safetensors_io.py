@@ -296,7 +296,12 @@ class SafetensorsWriter:
             }
             self._starts[name] = position
             position += info.nbytes
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        try:
+            text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(
+                f"{path}: a name with {error.object[error.start]!r} in it cannot be written as UTF-8"
+            ) from None
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
             raise CheckpointError(
