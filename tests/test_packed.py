@@ -33,6 +33,7 @@ from marlin_jit.formats import (
     save,
 )
 from marlin_jit.formats.packed import file_metadata
+from marlin_jit.formats.publish import check_destination
 from marlin_jit.formats.safetensors_io import SafetensorsFile
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.weight import MarlinWeight, QuantWeight
@@ -526,6 +527,17 @@ def test_packs_into_one_folder_at_once_leave_one_model(
         pack_checkpoint(source, out, force=True)
     assert list(load(out)) == ["a", "b"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_not_called_foreign(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def look(path: Path) -> bool:
+        path.rmdir()  # another process has just moved it aside
+        return False
+
+    check_destination(folder, folder=True, force=True, may_replace=look)
 
 
 def test_saving_never_replaces_more_than_a_file(tmp_path: Path, rng: np.random.Generator) -> None:

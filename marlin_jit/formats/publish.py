@@ -117,6 +117,9 @@ def _check_replaceable(
             f"{destination}: exists and is not a {kind}, which --force does not replace; remove it yourself"
         )
     if folder and not (may_replace is not None and may_replace(path)):
+        if _identity(path) != _identity_of(status):  # exchanged while it was being looked at
+            _check_replaceable(path, destination, folder, may_replace)
+            return
         raise CheckpointError(
             f"{destination}: was not written by marlin-jit, so --force does not replace it; remove it "
             "yourself"
@@ -149,7 +152,11 @@ def _replace_folder(temporary: Path, destination: Path, may_replace: Callable[[P
 def _identity(path: Path) -> tuple[int, int, int] | None:
     """Return what changes if another folder takes the name, or entries come to it or go."""
     status = _status(path)
-    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return None if status is None else _identity_of(status)
+
+
+def _identity_of(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _put_back(aside: Path, destination: Path, replaceable: bool, error: BaseException) -> None:
