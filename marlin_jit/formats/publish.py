@@ -6,6 +6,7 @@ old one is moved aside for the moment of a second rename; if that fails it is mo
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -189,8 +190,8 @@ def _rename_to_new(temporary: Path, destination: Path) -> None:
     if temporary.is_dir():
         try:
             temporary.rename(destination)  # refuses a folder that is not empty, and any file
-        except OSError:
-            if os.path.lexists(destination):
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise _appeared(destination) from None
             raise
         return
