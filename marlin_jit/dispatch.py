@@ -155,18 +155,15 @@ class Call:
 
         Rows start on 16-byte boundaries, and where K is no multiple of 8 zeros follow up to the next one.
         """
-        columns = self.weight.K
+        columns, perm = self.weight.K, _perm(self.weight)
         rows = _as_rows(self.x, columns)
-        if rows is not None and _perm(self.weight) is None:
-            aligned = rows.pointer % 16 == 0 and (rows.stride % 8 == 0 or self.rows == 1) and columns % 8 == 0
-            if aligned:
-                return rows
-        if rows is None or _perm(self.weight) is None:
-            rows = _copied("activations", self.x, columns)
-        if _perm(self.weight) is not None:
+        if perm is not None:
+            rows = rows or _copied("activations", self.x, columns)
             gathered = _scratch_matrix("gathered activations", self.rows, columns)[0]
-            launch.gather(rows, _perm(self.weight), gathered)
+            launch.gather(rows, perm, gathered)
             return gathered
+        if rows is None or rows.pointer % 16 or columns % 8 or (rows.stride % 8 and self.rows > 1):
+            return _copied("activations", self.x, columns)
         return rows
 
     @cached_property
@@ -208,7 +205,7 @@ def _ascending(matrix: Matrix) -> bool:
 
 def _scratch_matrix(purpose: str, rows: int, columns: int) -> tuple[Matrix, Array]:
     """Scratch memory for a matrix whose rows start on 16-byte boundaries, and its bytes."""
-    stride = -(-columns // 8) * 8
+    stride = launch.whole_vectors(columns)
     memory = scratch.get(purpose, 2 * rows * stride)
     return Matrix(memory.data.ptr, stride, rows, columns), memory
 

@@ -56,6 +56,11 @@ def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
 # ---- the Marlin GEMM ------------------------------------------------------------------------------------
 
 
+def whole_vectors(columns: int) -> int:
+    """Columns that the tiled kernels read of a row of x: rounded up to whole 16-byte vectors."""
+    return -(-columns // 8) * 8
+
+
 def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bias: Any, out: Matrix) -> None:
     """``out = x @ W (+ bias)`` by a planned kernel.
 
@@ -84,7 +89,7 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
         tail = (_i32(plan.split_tiles), *tail)
     args = (
         *(x.pointer, x.stride, weight.B, weight.scales, delta, bias, out.pointer, out.stride),
-        *(_i32(x.rows), _i32(weight.N), _i32(-(-weight.K // 8) * 8), _i32(padded_n), _i32(padded_k)),
+        *(_i32(x.rows), _i32(weight.N), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
         *tail,
     )
     kernel(plan.grid, (plan.threads,), args, plan.smem)
@@ -106,7 +111,7 @@ def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
     groups = weight.groups
     sums = scratch.get("group sums", 4 * x.rows * groups)
     kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
-    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(-(-x.columns // 8) * 8), _i32(groups))
+    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups))
     lanes = 32 if weight.group_size == -1 else weight.group_size // 8
     kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
     return sums
