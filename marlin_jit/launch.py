@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from marlin_jit._array import BFLOAT16, Array
-from marlin_jit.device import DeviceInfo, scratch
+from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
     Build,
@@ -86,7 +86,7 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
     padded_k, padded_n = weight.padded_shape
     tail: tuple[Any, ...] = (partials, counters)
     if plan.build.name == "marlin_gemm":
-        tail = (_i32(plan.split_tiles), *tail)
+        tail = (_i32(plan.split_tiles), _i32(plan.each), *tail)
     args = (
         *(x.pointer, x.stride, weight.B, weight.scales, delta, bias, out.pointer, out.stride),
         *(_i32(x.rows), _i32(weight.N), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
@@ -103,31 +103,45 @@ def load(plan: Plan) -> None:
 # ---- the correction pair --------------------------------------------------------------------------------
 
 
-def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
-    """Sums of the activations over each group: float32 [M, G] in scratch memory until the next call.
+def padded_groups(weight: MarlinWeight) -> int:
+    """Cells of a row of group sums: groups rounded up to the eight that `correct` takes at a time."""
+    return -(-weight.groups // 8) * 8
 
-    `x` is as for `marlin`.
+
+def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
+    """Sums of the activations over each group, in scratch memory until the next call, for `correct`.
+
+    `x` is as for `marlin`. Float32, in the order of `sum_position` in ``layout.cuh``; M is rounded up to 16
+    rows, whose sums are not written, and groups to `padded_groups`, whose sums are zero.
     """
-    groups = weight.groups
-    sums = scratch.get("group sums", 4 * x.rows * groups)
+    cells = x.rows * padded_groups(weight)
+    sums = scratch.get("group sums", 4 * -(-x.rows // 16) * 16 * padded_groups(weight))
     kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
-    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups))
+    args = (
+        *(x.pointer, x.stride, sums),
+        *(_i32(x.rows), _i32(whole_vectors(x.columns)), _i32(padded_groups(weight))),
+    )
     lanes = 32 if weight.group_size == -1 else weight.group_size // 8
-    kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
+    kernel((-(-cells * lanes // 256),), (256,), args)
     return sums
 
 
 def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     """``out += sums @ delta``, in place."""
-    kernel = _kernel(_plain_build("correction.cu", "correction", weight.dtype == BFLOAT16))
-    padded_n = weight.padded_shape[1]
-    rows_a_block, columns_a_block = 32, 64
-    grid = (-(-out.columns // columns_a_block), -(-out.rows // rows_a_block))
+    columns, row_blocks = -(-out.columns // 64), -(-out.rows // 16)
+    # As many warps share a piece of the output as the device can still hold all at once.
+    resident = _CORRECTION_WARPS * current_device().sm_count
+    group_warps = next((n for n in (4, 2) if n * columns * row_blocks <= resident), 1)
+    kernel = _kernel(_correction_build(group_warps, weight.dtype == BFLOAT16))
     args = (
         *(sums, weight.delta16, out.pointer, out.stride),
-        *(_i32(out.rows), _i32(out.columns), _i32(padded_n), _i32(weight.groups)),
+        *(_i32(out.rows), _i32(out.columns), _i32(weight.padded_shape[1])),
+        *(_i32(weight.groups), _i32(padded_groups(weight))),
     )
-    kernel(grid, (128,), args)
+    kernel((columns, -(-row_blocks * group_warps // 4)), (128,), args)
+
+
+_CORRECTION_WARPS = 20  # an SM
 
 
 # ---- scalar kernels -------------------------------------------------------------------------------------
@@ -184,8 +198,8 @@ def _scalar_build(source: str, name: str, packed: bool, bfloat16: bool) -> Build
     return Build(source, name, (("BF16", int(bfloat16)), ("PACKED", int(packed))))
 
 
-def _plain_build(source: str, name: str, bfloat16: bool) -> Build:
-    return Build(source, name, (("BF16", int(bfloat16)),))
+def _correction_build(group_warps: int, bfloat16: bool) -> Build:
+    return Build("correction.cu", "correction", (("BF16", int(bfloat16)), ("GROUP_WARPS", group_warps)))
 
 
 def _sums_build(group_size: int, bfloat16: bool) -> Build:
@@ -233,7 +247,7 @@ def all_builds(arch: str) -> list[Build]:
         for packed in (True, False):
             builds.append(_scalar_build("native.cu", "native_int4", packed, bfloat16))
             builds.append(_scalar_build("dequantize.cu", "dequantize", packed, bfloat16))
-        builds.append(_plain_build("correction.cu", "correction", bfloat16))
+        builds.extend(_correction_build(warps, bfloat16) for warps in (1, 2, 4))
         for group_size in (32, 64, 128, -1):
             builds.append(_sums_build(group_size, bfloat16))
             for asymmetric in (False, True):

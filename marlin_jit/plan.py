@@ -9,6 +9,7 @@ The model's constants were fitted to an H200; on other devices they only rank bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +77,10 @@ class Plan:
     grid: tuple[int, int]
     threads: int
     smem: int
-    split_tiles: int  # marlin_gemm: tiles whose k is dealt out over blocks
+    split_tiles: int  # marlin_gemm: tiles that blocks share
+    each: (
+        int  # marlin_gemm: units of a split tile for each of its blocks but the last; 0: all dealt out evenly
+    )
     partial_bytes: int  # float32 partial sums in global memory
     counters: int  # arrival counters, one a split tile
     microseconds: float
@@ -209,8 +213,21 @@ def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
     )
 
 
-def gemm_plan(tile: GemmTile, grid: int, split_tiles: int, problem: Problem, limits: Limits) -> Plan | None:
-    """The plan of one tile shape with a given grid and number of split tiles, or None if it does not fit."""
+def gemm_plan(
+    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+) -> Plan | None:
+    """The plan of one tile shape with a given schedule, or None if it does not fit the device.
+
+    Parameters
+    ----------
+    grid : int
+        Blocks. With `each` a multiple of `split_tiles`.
+    split_tiles : int
+        Tiles, the first ones, whose k is shared by blocks.
+    each : int
+        Units that each of a split tile's blocks takes, all but the last, which takes the others; or 0 for
+        units dealt out evenly over the grid.
+    """
     fitting = gemm_stages(tile, problem, limits)
     if fitting is None:
         return None
@@ -222,9 +239,10 @@ def gemm_plan(tile: GemmTile, grid: int, split_tiles: int, problem: Problem, lim
         threads=tile.threads,
         smem=smem,
         split_tiles=split_tiles,
+        each=each,
         partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
         counters=split_tiles,
-        microseconds=_gemm_microseconds(tile, grid, split_tiles, problem, limits),
+        microseconds=_gemm_microseconds(tile, grid, split_tiles, each, problem, limits),
     )
 
 
@@ -246,27 +264,38 @@ def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
             continue
         slots = limits.sm_count * fitting[1]
         tiles, units = gemm_tiles(tile, problem)
-        for grid, split_tiles in _schedules(tiles, units, slots, limits.sm_count):
-            plan = gemm_plan(tile, grid, split_tiles, problem, limits)
+        unit = _unit_microseconds(tile, problem)
+        for grid, split_tiles, each in _schedules(tiles, units, slots, limits.sm_count, unit):
+            plan = gemm_plan(tile, grid, split_tiles, each, problem, limits)
             if plan is not None:
                 yield plan
 
 
-def _schedules(tiles: int, units: int, slots: int, sms: int) -> Iterator[tuple[int, int]]:
-    """Pairs (grid, split tiles) worth trying on a device of `sms` SMs that hold `slots` blocks at once."""
-    yield min(tiles, slots), 0
+_SHARERS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+_LEADS = (0.0, 1.5, 3.0)  # microseconds by which a tile's other blocks are done before its last
+
+
+def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Iterator[tuple[int, int, int]]:
+    """(grid, split tiles, each) worth trying on a device of `sms` SMs that hold `slots` blocks at once."""
+    yield min(tiles, slots), 0, 0
     # Dealt out evenly: one block an SM exchanges less, several hide it better. Where there are whole tiles
     # for every block, only the ragged wave and one more are dealt, so that few blocks share a tile.
     for grid in sorted({sms, slots}):
         rest = tiles % grid
         if tiles > grid:
             if rest:
-                yield grid, rest + grid
+                yield grid, rest + grid, 0
         elif rest and grid // tiles < units:
-            yield grid, tiles
-    for split in (2, 3, 4, 6, 8, 12, 16):
-        if tiles * split <= slots and split <= units and tiles * split != sms:
-            yield tiles * split, tiles
+            yield grid, tiles, 0
+    # The same number of blocks for every tile.
+    for sharers in _SHARERS:
+        grid = tiles * sharers
+        if grid > slots or sharers > units:
+            break
+        resident = _ceil_div(grid, sms)
+        for each in sorted({round((units - lead / (unit * resident)) / sharers) for lead in _LEADS}):
+            if each > 0 and each * (sharers - 1) < units:
+                yield grid, tiles, each
 
 
 # ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
@@ -338,6 +367,7 @@ def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits
         threads=shape.threads,
         smem=smem,
         split_tiles=0,
+        each=0,
         partial_bytes=columns * split * outputs * 4 if split > 1 else 0,
         counters=columns if split > 1 else 0,
         microseconds=_decode_microseconds(shape, columns, split, problem, limits),
@@ -348,7 +378,7 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m > DECODE_MAX_M:
         return
     for shape in decode_shapes(problem, limits):
-        for split in (1, 2, 3, 4, 6, 8):
+        for split in range(1, 9):
             if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
                 continue
             plan = decode_plan(shape, split, problem, limits)
@@ -362,10 +392,8 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 # of partial sums. Multiplying is linear in the units of work of the busiest SM, whether they belong to one
 # block there or to several: docs/notes/planner.md has the measurements and the fit.
 
-_START = 4.0  # microseconds from launch to the first product, and from the last one to the end
+_START = 3.3  # microseconds from launch to the first product, and from the last one to the end
 _STREAM = 4.1e6  # bytes of global memory a microsecond
-_L2_STREAM = 6e6  # bytes of the L2 cache a microsecond
-_L2_SHARE = 15e6  # bytes of activations that stay in L2 beside the weight's stream
 
 
 def _stream_microseconds(problem: Problem) -> float:
@@ -376,41 +404,56 @@ def _stream_microseconds(problem: Problem) -> float:
     return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / _STREAM
 
 
-def _gemm_microseconds(
-    tile: GemmTile, grid: int, split_tiles: int, problem: Problem, limits: Limits
+def _unit_microseconds(tile: GemmTile, problem: Problem) -> float:
+    """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
+    chunk = 0.082 + (0.0034 + 0.0015 / tile.warps_n) * tile.m_tile
+    if problem.asymmetric:
+        chunk += 0.0185
+    return chunk * tile.warps_n * tile.k_stage / 128
+
+
+def _busiest_units(
+    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int
 ) -> float:
+    """Units of the busiest SM. Blocks p, p + sms, p + 2 sms ... share one."""
     tiles, units = gemm_tiles(tile, problem)
-    # What 64 columns x 128 k cost an SM: unpacking, the mma of the rows, and fetching the rows.
-    chunk = 0.08 + 0.0033 * tile.m_tile + 0.008 * (tile.m_tile / 4 / tile.warps_n)
-    unit = chunk * tile.warps_n * tile.k_stage / 128
-    resident = _ceil_div(grid, limits.sm_count)
+    resident = _ceil_div(grid, sms)
+    if each:
+        rest = units - (grid // split_tiles - 1) * each
+        last = grid - split_tiles  # the first block that takes a rest
+        # The sum over an SM's blocks changes with its first block at these two only.
+        return max(
+            sum(each if block < last else rest for block in range(first, grid, sms))
+            for first in {0, last % sms, grid % sms}
+            if first < grid
+        )
     turns, rest = divmod(tiles - split_tiles, grid)
     # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
-    uneven = min(resident, _ceil_div(2 * rest, limits.sm_count))
-    busiest = (resident * split_tiles / grid + turns * resident + uneven) * units
+    uneven = min(resident, _ceil_div(2 * rest, sms))
+    return (resident * split_tiles / grid + turns * resident + uneven) * units
+
+
+def _gemm_microseconds(
+    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+) -> float:
+    _, units = gemm_tiles(tile, problem)
+    resident = _ceil_div(grid, limits.sm_count)
+    unit = _unit_microseconds(tile, problem) * (0.963 if resident > 1 else 1.0)
+    busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
-    # Blocks that begin inside tiles walk k out of step: activations that L2 cannot hold are read again.
-    again = 0.0
-    if tiles > grid and split_tiles:
-        activations = 2 * problem.m * problem.padded_k
-        again = min(2e-6 * max(0.0, activations - _L2_SHARE), 0.08 * work)
-    # One block an SM has nothing to do while it exchanges sums inside its run.
-    exposed = 2.0 if resident == 1 and split_tiles and grid % split_tiles else 0.0
-    return _START + work + again + exposed + _exchange(tile, grid, split_tiles)
-
-
-def _exchange(tile: GemmTile, grid: int, split_tiles: int) -> float:
-    """What it takes to add the partial sums of the blocks that share a tile."""
     if not split_tiles:
-        return 0.0
+        return _START + work
+    # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
     kilobytes = tile.partial_bytes / 1024
-    sharers = grid / split_tiles
-    if grid % split_tiles:  # blocks begin and end inside tiles: most take part in two
-        return 2.0 + 0.15 * kilobytes + (0.25 + 0.018 * kilobytes) * (sharers + 1)
-    if sharers == 1:
-        return 0.0
-    uneven = 0.0 if sharers in (2, 4, 8, 16) else 4.0
-    return 1.2 + 0.02 * kilobytes + (0.25 + 0.018 * kilobytes) * sharers + uneven
+    sharers = grid // split_tiles if each else grid / split_tiles + 1
+    exchange = 0.55 + kilobytes * (0.018 * resident + 0.0215 * sharers)
+    if each:
+        lead = (units - sharers * each) * unit * resident
+        return _START + work + exchange + 0.28 * max(0.0, 2.75 - lead)
+    # Dealt out evenly, most blocks take part in two exchanges, and blocks walk k out of step: what caches
+    # cannot hold of the activations is read again.
+    again = min(0.9e-6 * 2 * problem.m * problem.padded_k, 0.135 * work)
+    return _START + work + exchange + 2.5 + again
 
 
 def _decode_microseconds(
@@ -422,12 +465,10 @@ def _decode_microseconds(
     alone = blocks <= limits.sm_count or shape.blocks == 1
     # Blocks of 128 k that a warp takes one after the other: 16 warps an SM share what 8 do not exhaust.
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    pace = _START + steps * (0.87 if alone else 1.5)
-    # Every chunk fetches the activations for itself.
-    activations = 2 * problem.m * problem.padded_k * (problem.padded_n / CHUNK_N) / _L2_STREAM
-    stream = 2.1 + _stream_microseconds(problem) + activations
-    exchange = 0.0 if split == 1 else 1.2 + 0.05 * problem.m * (1 + shape.chunks)
-    return max(pace, stream) + 1.5 * (waves - 1) + exchange
+    pace = steps * (0.93 if alone else 1.23)
+    # Warps that wait for each other and memory that is busy hide behind each other, but not completely.
+    work = math.pow(pace**3 + _stream_microseconds(problem) ** 3, 1 / 3)
+    return 2.7 + work + 0.9 * (waves - 1) + (1.15 if split > 1 else 0.0)
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:

@@ -1,6 +1,6 @@
 """Index arithmetic read out of the kernels' own text, so that a test computes what the kernel computes.
 
-Covers the integer subset that index formulas use: ``const int`` declarations, ``if (...) return``,
+Covers the integer subset that index formulas use: constants declared, ``if (...) return``,
 ``return``, the ternary operator, and division of numbers that are not negative.
 """
 
@@ -109,7 +109,7 @@ def function(name: str, head: str, constants: Mapping[str, Any] | None = None) -
     lines = [f"def emulated({', '.join(parameters)}):"]
     for statement in filter(None, (s.strip() for s in body.split(";"))):
         guard = re.fullmatch(r"if \((\w+)\) return (.*)", statement)
-        declared = re.fullmatch(r"const (?:int|bool) (\w+) = (.*)", statement)
+        declared = re.fullmatch(r"const (?:int|bool|int64_t) (\w+) = (.*)", statement)
         returned = re.fullmatch(r"return (.*)", statement)
         if guard:
             lines.append(f"    if {expression(guard[1])}: return {expression(guard[2])}")

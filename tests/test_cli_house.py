@@ -27,8 +27,8 @@ Run = Callable[..., Result]
 
 # Two small kernels stand for all of them: what is tested here is choosing and counting.
 BUILDS = [
-    Build("correction.cu", "correction", (("BF16", 0),)),
-    Build("correction.cu", "correction", (("BF16", 1),)),
+    Build("group_sums.cu", "group_sums", (("BF16", 0), ("GROUP", 128))),
+    Build("group_sums.cu", "group_sums", (("BF16", 1), ("GROUP", 128))),
 ]
 
 
@@ -222,7 +222,7 @@ def test_wrong_wishes_are_typed_errors(nvrtc: None) -> None:
 
 
 def test_one_kernel_that_does_not_compile_ends_the_warmup(few_builds: None) -> None:
-    BUILDS.insert(0, Build("correction.cu", "no_such_kernel", (("BF16", 0),)))
+    BUILDS.insert(0, Build("group_sums.cu", "no_such_kernel", (("BF16", 0), ("GROUP", 128))))
     try:
         with pytest.raises(CompileError, match="no_such_kernel"):
             marlin_jit.warmup(["80"])

@@ -366,11 +366,13 @@ def test_exchange_of_the_decode_kernel_meets_no_bank_twice() -> None:
 
 # ---- correction.cu --------------------------------------------------------------------------------------
 
+SUM_POSITION = kernel_source.function("layout.cuh", "sum_position(int m, int group, int padded_groups)")
 
-def to_tf32(x: np.ndarray) -> np.ndarray:
-    """`cvt.rna.tf32.f32`: round to 10 mantissa bits, ties away from zero."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+def cut_to_tf32(x: np.ndarray) -> np.ndarray:
+    """The first 10 mantissa bits, as the kernel's mask keeps them."""
+    mask = kernel_source.find("correction.cu", r"first = __float_as_uint\(x\) & (\w+);")[1]
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(int(mask, 16))).view(np.float32)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -379,57 +381,61 @@ def test_deltas_are_exact_in_tf32_and_sums_nearly(dtype: np.dtype, rng: np.rando
     with np.errstate(invalid="ignore"):
         wide = every.astype(np.float32)
     finite = wide[np.isfinite(wide)]
-    assert (to_tf32(finite) == finite).all()
+    assert (cut_to_tf32(finite) == finite).all()
     sums = (rng.standard_normal(10000) * 2.0 ** rng.integers(-10, 12, 10000)).astype(np.float32)
-    first = to_tf32(sums)
-    rest = to_tf32(sums - first)
-    assert (np.abs(first.astype(np.float64) + rest - sums) <= 2.0**-22 * np.abs(sums)).all()
+    first = cut_to_tf32(sums)
+    rest = cut_to_tf32(sums - first)
+    assert (np.abs(first.astype(np.float64) + rest - sums) <= 2.0**-20 * np.abs(sums)).all()
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (16, 8), (29, 5), (40, 19)])
+def test_group_sums_have_places_of_their_own(rows: int, groups: int) -> None:
+    padded = -(-groups // 8) * 8
+    m, group = np.mgrid[:rows, :padded]
+    places = SUM_POSITION(m, group, padded)
+    assert len(set(places.ravel().tolist())) == rows * padded
+    assert places.min() == 0 and places.max() < -(-rows // 16) * 16 * padded
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 8, 11])
 def test_correction_fragments_multiply_sums_with_deltas(groups: int, rng: np.random.Generator) -> None:
-    """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16.
-
-    Lanes then turn half-slabs by movmatrix and hold eight neighbouring columns of C each.
-    """
+    """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16."""
     value, find = kernel_source.value, kernel_source.find
-    column_at = find("correction.cu", r"at\[h\] = scale_position\((.*?), groups == 1\);")[1]
-    register = find("correction.cu", r"a\[h / 2\]\[(.*?)\] = of\[i\] < groups")[1]
-    group_at = find("correction.cu", r"const int of\[2\] = \{(.*?), (.*?)\};")
-    rows_at = find("correction.cu", r"const int row = (m0 \+ 8 \* mb \+ g);")[1]
-    piece_at = find("correction.cu", r"column = (n0 \+ 32 \* b [^;]*);")[1]
+    padded = -(-groups // 8) * 8
+    sum_at = find("correction.cu", r"p\.sums\[(.*?)\];")[1].replace("p.padded_groups", "padded_groups")
+    group_at = find("correction.cu", r"min\((first \+ [^,]*), p\.groups - 1\)")[1]
+    half_at = find("correction.cu", r"pair\[i\]\[h / 2\] >> \((.*?)\) & 0xffff")[1]
+    column_at = find("correction.cu", r"mine = &tile\[g\]\[(.*?)\];")[1]
     delta = rng.standard_normal((groups, 64))
-    sums = rng.standard_normal((29, groups))
-    acc = np.zeros((32, 4, 4, 4))  # [lane, slab, row block, fragment]
-    for mb in range(4):
-        for group in range(0, groups, 8):
-            A, B = np.full((4, 16, 8), np.nan), np.full((8, 8), np.nan)
-            for lane in range(32):
-                g, t = lane // 4, lane % 4
-                for i in range(2):
-                    of = value(group_at[i + 1], {"group": group, "t": t})
-                    for h in range(8):
-                        n = value(column_at, {"n0": 0, "h": h, "g": g})
-                        r = value(register, {"h": h, "i": i})
-                        A[h // 2, g + 8 * (r % 2), t + 4 * (r // 2)] = delta[of, n] if of < groups else 0
-                    row = value(rows_at, {"m0": 0, "mb": mb, "g": g})
-                    B[t + 4 * i, g] = sums[row, of] if row < 29 and of < groups else 0
-            for lane in range(32):
-                g, t = lane // 4, lane % 4
-                for j in range(4):
-                    D = A[j] @ B
-                    acc[lane, j, mb] += [D[g, 2 * t], D[g, 2 * t + 1], D[g + 8, 2 * t], D[g + 8, 2 * t + 1]]
+    permuted = layout.permute_scales(delta)
+    sums = np.zeros((32, padded))
+    sums[:, :groups] = rng.standard_normal((32, groups))
+    memory = np.full(32 * padded, np.nan)
+    m, group = np.mgrid[:32, :padded]
+    memory[SUM_POSITION(m, group, padded)] = sums
     C = np.full((32, 64), np.nan)
-    for mb in range(4):
-        for h in range(8):
-            # movmatrix: lane (g, t) gives (n = g; m = 2t, 2t + 1) and gets (m = g; n = 2t, 2t + 1).
-            half_slab = np.zeros((8, 8))
+    for block in range(2):
+        acc = np.zeros((8, 16, 8))  # [h, row, column]
+        for first in range(0, padded, 8):
+            A, B = np.full((16, 8), np.nan), np.full((8, 8, 8), np.nan)
             for lane in range(32):
                 g, t = lane // 4, lane % 4
-                half_slab[g, [2 * t, 2 * t + 1]] = acc[lane, h // 2, mb, h % 2 * 2 : h % 2 * 2 + 2]
-            for lane in range(32):
-                g, t = lane // 4, lane % 4
-                first = value(piece_at, {"n0": 0, "b": h // 4, "t": t}) + 2 * (h % 4)
-                C[8 * mb + g, first : first + 2] = half_slab[[2 * t, 2 * t + 1], g]
-    np.testing.assert_allclose(C[:29], sums @ delta, rtol=1e-12, atol=1e-12)
-    assert (C[29:] == 0).all()
+                names = {"block": block, "first": first, "lane": lane, "padded_groups": padded}
+                at = 4 * value(sum_at, names)
+                for register in range(4):
+                    A[g + 8 * (register % 2), t + 4 * (register // 2)] = memory[at + register]
+                for i in range(2):
+                    row = min(value(group_at, {**names, "i": i}), groups - 1)
+                    pairs = slab_pairs(permuted[row], g, groups == 1)
+                    for h in range(8):
+                        B[h, t + 4 * i, g] = pairs[h // 2][value(half_at, {"h": h}) // 16]
+            acc += A @ B
+        for lane in range(32):
+            g, t = lane // 4, lane % 4
+            column = value(column_at, {"OWN": 8, "group_warp": 0, "t": t})
+            for h in range(8):
+                for row in (g, g + 8):
+                    C[16 * block + row, [column + 8 * h, column + 8 * h + 1]] = acc[
+                        h, row, [2 * t, 2 * t + 1]
+                    ]
+    np.testing.assert_allclose(C, sums[:, :groups] @ delta, rtol=1e-12, atol=1e-12)

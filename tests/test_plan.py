@@ -40,26 +40,28 @@ STATIC_SMEM = 128
 SYSTEM_SMEM = 1024
 """Shared memory that CUDA keeps for itself in each resident block."""
 
-BEGIN = kernel_source.find("marlin.cu", r"int begin\(int block\) const \{ return (.*?); \}")[1]
-OWNER = kernel_source.find(
-    "marlin.cu", r"int owner\(int unit\) const \{ const int large = (.*?); return (.*?); \}"
-).groups()
-
 
 class Deal:
     """marlin.cu's `Deal`, evaluated from its text."""
 
-    def __init__(self, total: int, grid: int) -> None:
-        self.names = {"share": total // grid, "extra": total % grid}
-        self._begin = compile(kernel_source.expression(BEGIN), "begin", "eval")
-        self._large = kernel_source.value(OWNER[0], self.names)
-        self._owner = compile(kernel_source.expression(OWNER[1]), "owner", "eval")
+    def __init__(self, tiles: int, units: int, each: int, blocks: int) -> None:
+        total = tiles * units
+        names = {"tiles": tiles, "units": units, "each": each, "blocks": blocks}
+        names |= {"share": total // blocks, "extra": total % blocks}
+        for head in METHODS:
+            method = kernel_source.function("marlin.cu", head, names)
+            name = head.partition("(")[0]
+            setattr(self, name, method)
+            names[name] = method  # later ones call earlier ones
 
-    def begin(self, block: int) -> int:
-        return eval(self._begin, {"min": min}, {**self.names, "block": block})
 
-    def owner(self, unit: int) -> int:
-        return eval(self._owner, {}, {**self.names, "unit": unit, "large": self._large})
+METHODS = (
+    "begin(int block)",
+    "end(int block)",
+    "owner(int unit)",
+    "sharers(int tile)",
+    "sharer(int tile, int i)",
+)
 
 
 @st.composite
@@ -128,7 +130,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
             problem = Problem(1, 128, 64, group_size, asymmetric, False)
             for tile in plan.gemm_tile_shapes(problem, limits):
                 p, fitting = (
-                    plan.gemm_plan(tile, 1, 0, problem, limits),
+                    plan.gemm_plan(tile, 1, 0, 0, problem, limits),
                     plan.gemm_stages(tile, problem, limits),
                 )
                 if p is None:
@@ -191,12 +193,11 @@ def test_sizes_are_those_the_decode_kernel_uses() -> None:
 # ---- how marlin_gemm deals out work ---------------------------------------------------------------------
 
 
-def pieces(grid: int, split_tiles: int, tiles: int, units: int) -> list[tuple[int, int, int, int]]:
+def pieces(deal: Deal, grid: int, split_tiles: int, tiles: int, units: int) -> list[tuple[int, ...]]:
     """The kernel's loop: (block, tile, first unit, last unit) of everything any block does."""
-    deal = Deal(split_tiles * units, grid)
     done = []
     for block in range(grid):
-        unit, unit_end, index = deal.begin(block), deal.begin(block + 1), split_tiles + block
+        unit, unit_end, index = deal.begin(block), deal.end(block), split_tiles + block
         while unit < unit_end or index < tiles:
             dealt = unit < unit_end
             current = unit // units if dealt else index
@@ -211,44 +212,52 @@ def pieces(grid: int, split_tiles: int, tiles: int, units: int) -> list[tuple[in
 
 
 def slot_of(deal: Deal, block: int, tile: int, units: int) -> int:
-    return 2 * block + (0 if deal.begin(block) // units == tile else 1)
+    which = kernel_source.find("marlin.cu", r"const int which = (.*?);")[1]
+    names = {"deal": SimpleNamespace(begin=deal.begin, units=units), "block": block, "tile": tile}
+    return 2 * block + kernel_source.value(which, names)
 
 
-def check_work(grid: int, split_tiles: int, tiles: int, units: int) -> None:
+def check_work(grid: int, split_tiles: int, each: int, tiles: int, units: int) -> None:
     done = np.zeros((tiles, units), np.int64)
-    deal = Deal(split_tiles * units, grid)
-    partial: dict[int, list[int]] = defaultdict(list)  # tile -> blocks, in order of k
+    deal = Deal(split_tiles, units, each, grid)
+    partial: dict[int, list[tuple[int, int]]] = defaultdict(list)  # tile -> (first unit, block)
     slots: list[int] = []
     of_block: dict[int, int] = defaultdict(int)
-    for block, tile, first, last in pieces(grid, split_tiles, tiles, units):
+    for block, tile, first, last in pieces(deal, grid, split_tiles, tiles, units):
         assert first < last
         done[tile, first:last] += 1
         if last - first < units:
             assert tile < split_tiles
-            partial[tile].append(block)
+            partial[tile].append((first, block))
             slots.append(slot_of(deal, block, tile, units))
             of_block[block] += 1
     assert (done == 1).all()
     assert len(set(slots)) == len(slots)
     assert all(0 <= s < 2 * grid for s in slots)
     assert all(count <= 2 for count in of_block.values())
-    for tile, blocks in partial.items():
-        begin, end = deal.owner(tile * units), deal.owner((tile + 1) * units - 1)
-        # Exactly these blocks add one to the tile's counter, so the last of them sees end - begin.
-        assert blocks == list(range(begin, end + 1))
-        assert len(blocks) > 1
+    for tile, shares in partial.items():
+        # Exactly these blocks add one to the tile's counter, and their sums are added in ascending k.
+        sharers = [deal.sharer(tile, i) for i in range(deal.sharers(tile))]
+        assert [block for _, block in sorted(shares)] == sharers
+        assert len(sharers) > 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40), st.data())
 def test_any_deal_covers_every_unit_once(grid: int, tiles: int, units: int, data: st.DataObject) -> None:
-    check_work(grid, data.draw(st.integers(0, tiles)), tiles, units)
+    check_work(grid, data.draw(st.integers(0, tiles)), 0, tiles, units)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 16), st.integers(1, 12), st.integers(1, 30))
+def test_shares_of_a_tile_cover_every_unit_once(tiles: int, sharers: int, each: int, rest: int) -> None:
+    check_work(tiles * sharers, tiles, each, tiles, (sharers - 1) * each + rest)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 20000), st.integers(1, 640))
 def test_owner_is_the_inverse_of_begin(total: int, grid: int) -> None:
-    deal = Deal(total, grid)
+    deal = Deal(1, total, 0, grid)
     assert (deal.begin(0), deal.begin(grid)) == (0, total)
     lengths = [deal.begin(b + 1) - deal.begin(b) for b in range(grid)]
     assert max(lengths) - min(lengths) <= 1
@@ -268,7 +277,7 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
         tiles, units = plan.gemm_tiles(tile, problem)
         if tiles * units > 100_000:
             continue
-        check_work(p.grid[0], p.split_tiles, tiles, units)
+        check_work(p.grid[0], p.split_tiles, p.each, tiles, units)
         if p.split_tiles:
             assert p.partial_bytes >= 2 * p.grid[0] * tile.partial_bytes
             assert p.counters >= p.split_tiles

@@ -1,129 +1,157 @@
 // correction: C[m, n] += sum over g of sums[m, g] * delta[g, n]. Second half of the correction pair.
 //
 // A product [M, groups] x [groups, N] in float32 would be bound by its multiply-adds, so it runs on tensor cores in tf32:
-// delta (16 bits) is exact in tf32, and a float32 sum is split into two tf32 numbers that keep 22 of its bits.
+// delta (16 bits) is exact in tf32, and a float32 sum is cut into two tf32 numbers that keep 21 of its bits.
 //
-// A block owns 64 columns and four blocks of eight rows. Its four warps share the groups, eight at a time in turn, since
-// the time is that of waiting for deltas; they add their sums through shared memory in warp order, and warp w finishes
-// row block w, whose part of C it has fetched at the start.
+// A block owns 64 columns and 4 / GROUP_WARPS blocks of 16 rows, each worked on by GROUP_WARPS warps that share its
+// groups, eight at a time in turn, and add their sums in warp order. Few rows mean few blocks, whose time is that of
+// waiting for deltas: there four warps share them. Many rows mean that traffic counts: there a warp takes them all.
 //
-// As in marlin.cu the product is transposed, but which column a fragment row stands for is free, and chosen so that a
-// lane meets C in 16-byte pieces: row r of half-slab h (of eight: half-slab h holds rows 8h .. 8h+7) is column
-//     n = 32 * (h / 4) + 8 * (r / 2) + 2 * (h % 4) + r % 2.
-// movmatrix turns a half-slab's (n, m) fragment into lane (g, t) = (row m = g, columns of r = 2t, 2t + 1), so that half-slabs
-// 4b .. 4b+3 together are the eight columns 32b + 8t .. + 7. Turning is exact on 16-bit elements: C is turned in, summed in
-// float32, rounded once, and turned back. The order of groups within eight is free too: lane t takes 2t and 2t + 1.
+// Who holds what. Sums are the A operand (16 rows m x 8 groups), deltas B (8 groups x 8 columns). Lane (g = lane / 4,
+// t = lane % 4) holds for columns 8h .. 8h+7
+//     acc[h][0..3] = (m = g, n = 8h+2t), (same m, n+1), (m+8, n), (m+8, n+1).
+// The order of groups within eight is free: lane t takes 2t and 2t + 1. C waits in shared memory, fetched at the start.
+//
+// Build constants: BF16, GROUP_WARPS (1, 2, 4).
 #include "layout.cuh"
 #include "numeric.cuh"
 
 constexpr int WARPS = 4;
-constexpr int ROW_BLOCKS = WARPS;
+constexpr int MIN_BLOCKS = 5;           // an SM
+constexpr int ROWS = 16, COLUMNS = 64;  // of a warp
+constexpr int FRAGMENTS = COLUMNS / 8;
+constexpr int ROW_WARPS = WARPS / GROUP_WARPS;
+constexpr int OWN = FRAGMENTS / GROUP_WARPS;  // that a warp finishes after the sum over warps
+constexpr int PITCH = COLUMNS + 8;            // elements; the odd 16 bytes spread rows over the banks
 
-__device__ __forceinline__ uint32_t to_tf32(float x) {
-    uint32_t y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-    return y;
+// A float32 number as two of tf32, which has 10 bits of mantissa: what is cut off the first is exact, and cut in turn.
+__device__ __forceinline__ void split_tf32(uint32_t& first, uint32_t& rest, float x) {
+    first = __float_as_uint(x) & 0xffffe000;
+    rest = __float_as_uint(x - __uint_as_float(first)) & 0xffffe000;
 }
-// d += a (16 columns n x 8 groups) * b (8 groups x 8 rows m).
+// d += a (16 rows m x 8 groups) * b (8 groups x 8 columns n).
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    correction(const float* sums, const uint16_t* delta, uint16_t* c, int64_t ldc, int m, int n, int padded_n,
-               int groups) {
-    __shared__ Float4 exchange[WARPS][ROW_BLOCKS][4][32];  // [from warp][row block][slab][lane]
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int n0 = blockIdx.x * 64, m0 = blockIdx.y * ROW_BLOCKS * 8;
+struct Problem {
+    const Float4* sums;  // A fragments, as group_sums.cu leaves them
+    const uint16_t* delta;
+    int m, padded_n, groups, padded_groups;
+};
 
-    // This lane's two pieces of C.
-    const bool aligned = ((reinterpret_cast<uint64_t>(c) | (ldc * 2)) & 15) == 0;
-    const int own_row = m0 + 8 * warp + g;
-    uint32_t piece[2][4] = {};
-    int count[2];
+// acc += sums * deltas for groups first .. first + 7. Sums past the last group are zero, so that any delta will do there.
+__device__ __forceinline__ void add_eight(float (&acc)[FRAGMENTS][4], const Problem& p, int first, int m0, int n0, int lane) {
+    const int64_t block = min(m0, p.m - 1) / ROWS;  // past M any sums will do: those rows are never stored
+    const Float4 sum = p.sums[(block * (p.padded_groups / 8) + first / 8) * 32 + lane];
+    uint32_t pair[2][4];  // deltas of groups 2t and 2t + 1 in columns 16j+g and 16j+g+8
 #pragma unroll
-    for (int b = 0; b < 2; b++) {
-        const int column = n0 + 32 * b + 8 * t;
-        const uint16_t* from = c + own_row * ldc + column;
-        count[b] = own_row < m ? max(0, min(8, n - column)) : 0;
-        if (aligned && count[b] == 8) {
-            const Vec4 v = *reinterpret_cast<const Vec4*>(from);
-            piece[b][0] = v.x, piece[b][1] = v.y, piece[b][2] = v.z, piece[b][3] = v.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (i < count[b]) piece[b][i / 2] |= static_cast<uint32_t>(from[i]) << (16 * (i % 2));
-        }
+    for (int i = 0; i < 2; i++) {
+        const int64_t row = min(first + lane % 4 * 2 + i, p.groups - 1);
+        slab_pairs(pair[i], p.delta + row * p.padded_n + n0, lane / 4, p.groups == 1);
     }
-
-    // Where this lane's row of each half-slab lies in a row of deltas.
-    int at[8];
+    const float a[4] = {sum.x, sum.y, sum.z, sum.w};
+    uint32_t part[2][4];
 #pragma unroll
-    for (int h = 0; h < 8; h++) at[h] = scale_position(n0 + 32 * (h / 4) + 8 * (g / 2) + 2 * (h % 4) + g % 2, groups == 1);
-
-    float acc[4][ROW_BLOCKS][4] = {};  // [slab of half-slabs 2j, 2j + 1][row block][fragment]
-    for (int group = 8 * warp; group < groups; group += 8 * WARPS) {
-        const int of[2] = {group + 2 * t, group + 2 * t + 1};
-        uint32_t a[4][4];
+    for (int i = 0; i < 4; i++) split_tf32(part[0][i], part[1][i], a[i]);
+#pragma unroll
+    for (int h = 0; h < FRAGMENTS; h++) {
+        uint32_t b[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int h = 0; h < 8; h++) {
-                const uint16_t* row = delta + static_cast<int64_t>(of[i]) * padded_n;
-                a[h / 2][h % 2 + 2 * i] = of[i] < groups ? __float_as_uint(Type::to_float(row[at[h]])) : 0;
-            }
-#pragma unroll
-        for (int mb = 0; mb < ROW_BLOCKS; mb++) {
-            const int row = m0 + 8 * mb + g;
-            uint32_t first[2], rest[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float sum = row < m && of[i] < groups ? sums[static_cast<int64_t>(row) * groups + of[i]] : 0.f;
-                first[i] = to_tf32(sum);
-                rest[i] = to_tf32(sum - __uint_as_float(first[i]));
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                mma_tf32(acc[j][mb], a[j], rest[0], rest[1]);
-                mma_tf32(acc[j][mb], a[j], first[0], first[1]);
-            }
-        }
+            b[i] = __float_as_uint(Type::to_float(pair[i][h / 2] >> (16 * (h % 2)) & 0xffff));
+        mma_tf32(acc[h], part[1], b[0], b[1]);
+        mma_tf32(acc[h], part[0], b[0], b[1]);
     }
+}
 
+// A tile of C between global and shared memory, eight columns a thread at a time, by the warps that share it.
+template <bool STORE>
+__device__ __forceinline__ void move_c(uint16_t* c, int64_t ldc, uint16_t (&tile)[ROWS][PITCH], int rows, int columns,
+                                       int thread) {
+    const bool aligned = ((reinterpret_cast<uint64_t>(c) | (ldc * 2)) & 15) == 0;
+    constexpr int ROWS_AT_ONCE = 32 * GROUP_WARPS / FRAGMENTS;
 #pragma unroll
-    for (int mb = 0; mb < ROW_BLOCKS; mb++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            exchange[warp][mb][j][lane] = {acc[j][mb][0], acc[j][mb][1], acc[j][mb][2], acc[j][mb][3]};
-    __syncthreads();
-    float total[4][4] = {};
-#pragma unroll
-    for (int from = 0; from < WARPS; from++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const Float4 v = exchange[from][warp][j][lane];
-            total[j][0] += v.x, total[j][1] += v.y, total[j][2] += v.z, total[j][3] += v.w;
-        }
-
-#pragma unroll
-    for (int b = 0; b < 2; b++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int h = 4 * b + i;
-            const float* sum = total[h / 2] + h % 2 * 2;
-            const uint32_t turned = transpose8x8(piece[b][i]);  // (n = row g of half-slab h; m = 2t, 2t + 1)
-            piece[b][i] = transpose8x8(Type::pair(Type::to_float(turned & 0xffff) + sum[0],
-                                                  Type::to_float(turned >> 16) + sum[1]));
-        }
-        uint16_t* to = c + own_row * ldc + n0 + 32 * b + 8 * t;
-        if (aligned && count[b] == 8) {
-            *reinterpret_cast<Vec4*>(to) = {piece[b][0], piece[b][1], piece[b][2], piece[b][3]};
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
+        const int row = i * ROWS_AT_ONCE + thread / FRAGMENTS, column = thread % FRAGMENTS * 8;
+        const int count = row < rows ? max(0, min(8, columns - column)) : 0;
+        uint16_t *global = c + row * ldc + column, *shared = &tile[row][column];
+        if (aligned && count == 8) {
+            if (STORE)
+                *reinterpret_cast<Vec4*>(global) = *reinterpret_cast<const Vec4*>(shared);
+            else
+                copy_async16(shared_address(shared), global, 16);
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (i < count[b]) to[i] = piece[b][i / 2] >> (16 * (i % 2)) & 0xffff;
+#pragma unroll 1
+            for (int j = 0; j < count; j++) {
+                if (STORE)
+                    global[j] = shared[j];
+                else
+                    shared[j] = global[j];
+            }
         }
     }
+}
+
+__device__ __forceinline__ void add_to_pair(uint16_t* at, float low, float high) {
+    uint32_t& pair = *reinterpret_cast<uint32_t*>(at);
+    pair = Type::pair(Type::to_float(pair & 0xffff) + low, Type::to_float(pair >> 16) + high);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    correction(const Float4* sums, const uint16_t* delta, uint16_t* c, int64_t ldc, int m, int n, int padded_n, int groups,
+               int padded_groups) {
+    __shared__ __align__(16) uint16_t tiles[ROW_WARPS][ROWS][PITCH];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp / GROUP_WARPS, group_warp = warp % GROUP_WARPS, in_tile = 32 * group_warp + lane;
+    const int n0 = blockIdx.x * COLUMNS, m0 = (blockIdx.y * ROW_WARPS + row_warp) * ROWS;
+    const Problem p = {sums, delta, m, padded_n, groups, padded_groups};
+    uint16_t* corner = c + m0 * ldc + n0;
+    auto& tile = tiles[row_warp];
+    move_c<false>(corner, ldc, tile, m - m0, n - n0, in_tile);
+    copy_commit();
+
+    float acc[FRAGMENTS][4] = {};
+#pragma unroll 1
+    for (int group = 8 * group_warp; group < padded_groups; group += 8 * GROUP_WARPS)
+        add_eight(acc, p, group, m0, n0, lane);
+
+    copy_wait<0>();
+    float own[OWN][4];
+    if constexpr (GROUP_WARPS > 1) {
+        __shared__ Float4 exchange[WARPS][FRAGMENTS][32];
+#pragma unroll
+        for (int h = 0; h < FRAGMENTS; h++) exchange[warp][h][lane] = {acc[h][0], acc[h][1], acc[h][2], acc[h][3]};
+        __syncthreads();
+#pragma unroll
+        for (int h = 0; h < OWN; h++) {
+            Float4 sum = {0, 0, 0, 0};
+#pragma unroll
+            for (int w = 0; w < GROUP_WARPS; w++) {
+                const Float4 v = exchange[row_warp * GROUP_WARPS + w][group_warp * OWN + h][lane];
+                sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
+            }
+            own[h][0] = sum.x, own[h][1] = sum.y, own[h][2] = sum.z, own[h][3] = sum.w;
+        }
+    } else {
+        __syncwarp();
+#pragma unroll
+        for (int h = 0; h < OWN; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[h][i] = acc[h][i];
+    }
+
+    uint16_t* mine = &tile[g][8 * OWN * group_warp + 2 * t];
+#pragma unroll
+    for (int h = 0; h < OWN; h++) {
+        add_to_pair(mine + 8 * h, own[h][0], own[h][1]);
+        add_to_pair(mine + 8 * h + 8 * PITCH, own[h][2], own[h][3]);
+    }
+    if (GROUP_WARPS > 1)
+        __syncthreads();
+    else
+        __syncwarp();
+    move_c<true>(corner, ldc, tile, m - m0, n - n0, in_tile);
 }

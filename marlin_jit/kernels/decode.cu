@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_block(uint32_t buffer, const Problem& p, in
     const uint32_t to = buffer + row * A_PITCH + lane % 16 * 16;
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
-        if (2 * i + row < p.m) copy_async16(to + i * (2 * A_PITCH), from + i * (2 * p.lda), k < p.k ? 16 : 0);
+        if (2 * i + row < p.m) copy_async16_l1(to + i * (2 * A_PITCH), from + i * (2 * p.lda), k < p.k ? 16 : 0);
     if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
         const int group = min(block * SCALE_ROWS + lane / 8, p.groups - 1);
         const int64_t at = static_cast<int64_t>(group) * p.padded_n + chunk * 64 + lane % 8 * 8;
@@ -232,15 +232,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (!split) return;
 
     __shared__ uint32_t arrived;
-    __threadfence();
-    __syncthreads();
+    const uint32_t before = count_in(counters + blockIdx.x);
     if (threadIdx.x == 0) {
-        arrived = atomicAdd(counters + blockIdx.x, 1u);
-        if (arrived == gridDim.y - 1) counters[blockIdx.x] = 0;
+        arrived = before;
+        if (before == gridDim.y - 1) counters[blockIdx.x] = 0;
     }
     __syncthreads();
     if (arrived != gridDim.y - 1) return;
-    __threadfence();
     for (int i = threadIdx.x; i < quads; i += THREADS) {
         Float4 sum = {0, 0, 0, 0};
 #pragma unroll 4

@@ -4,20 +4,23 @@
 // a whole row (one group a column) by a warp that strides over it. The order is fixed, so the result is the same in
 // every run. (A block a cell, as one would write it first, spends its time on starting blocks.)
 //
-// Rows of A start on 16-byte boundaries, and K counts columns rounded up to 8; those past the true K are zero.
+// Cells are left where correction.cu reads them: as A fragments of m16n8k8, 16 rows x 8 groups at a time. Groups are
+// rounded up to eight; those of the pad are zero. Rows of A start on 16-byte boundaries, and K counts columns rounded up
+// to 8; those past the true K are zero.
 //
 // Build constants: BF16, GROUP (32, 64, 128; 0 = one group a column).
+#include "layout.cuh"
 #include "numeric.cuh"
 
 constexpr int LANES = GROUP == 0 ? 32 : GROUP / 8;
 
 extern "C" __global__ void __launch_bounds__(256)
-    group_sums(const uint16_t* a, int64_t lda, float* sums, int m, int k, int groups) {
+    group_sums(const uint16_t* a, int64_t lda, float* sums, int m, int k, int padded_groups) {
     const int lane = threadIdx.x % LANES;
     const int64_t cell = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) / LANES;
-    const bool inside = cell < static_cast<int64_t>(m) * groups;
-    const int row = inside ? cell / groups : 0, group = inside ? cell % groups : 0;
-    const int first = group * GROUP, last = GROUP == 0 ? k : min(k, first + GROUP);
+    const bool inside = cell < static_cast<int64_t>(m) * padded_groups;
+    const int row = inside ? cell / padded_groups : 0, group = inside ? cell % padded_groups : 0;
+    const int first = GROUP > 0 ? group * GROUP : group == 0 ? 0 : k, last = GROUP > 0 ? min(k, first + GROUP) : k;
     float sum = 0.f;
     for (int i = first + lane * 8; inside && i < last; i += LANES * 8) {
         const Vec4 v = *reinterpret_cast<const Vec4*>(a + row * lda + i);
@@ -27,5 +30,5 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
-    if (inside && lane == 0) sums[cell] = sum;
+    if (inside && lane == 0) sums[sum_position(row, group, padded_groups)] = sum;
 }

@@ -16,6 +16,14 @@ __device__ __forceinline__ int code_at(const uint32_t* b, int padded_n, int k, i
     return b[static_cast<int64_t>(k >> 4) * (2 * padded_n) + word] >> (4 * nibble) & 15;
 }
 
+// Where the correction pair keeps the sum of (row m, group): as A fragments of m16n8k8, 16 rows x 8 groups at a time. Lane
+// 4g + t holds (m = g, group 2t), (g + 8, 2t), (g, 2t + 1), (g + 8, 2t + 1).
+__device__ __forceinline__ int64_t sum_position(int m, int group, int padded_groups) {
+    const int64_t fragment = static_cast<int64_t>(m / 16) * (padded_groups / 8) + group / 8;
+    const int lane = m % 8 * 4 + group % 8 / 2;
+    return fragment * 128 + lane * 4 + m % 16 / 8 + group % 2 * 2;
+}
+
 // What lane group g needs of a chunk's row of 64 scales: for each slab j the pair (n = 16j+g, n = 16j+g+8), packed into
 // one register. With several groups the four pairs are one aligned 16-byte vector.
 __device__ __forceinline__ void slab_pairs(uint32_t (&pair)[4], const uint16_t* chunk, int g, bool one_group) {

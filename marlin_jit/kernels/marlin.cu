@@ -9,8 +9,9 @@
 // (g = lane / 4, t = lane % 4) holds for its chunk's four 16-column slabs j and every 8-row block mb
 //     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
 //
-// How work is cut. A unit is K_STAGE of one tile's k. The units of the first `split_tiles` tiles are dealt out evenly
-// over the grid in order, so a block may begin and end inside a tile; the other tiles are whole, one after another.
+// How work is cut. A unit is K_STAGE of one tile's k. The first `split_tiles` tiles are split: either their units are dealt
+// out evenly over the grid in order, so that a block may begin and end inside a tile; or (each > 0) every tile has the same
+// number of blocks, which take `each` units, the last one what is left. The other tiles are whole, one after another.
 // Of the blocks that share a tile the one that arrives last adds the float32 partial sums of all, always in ascending
 // k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
 //
@@ -314,48 +315,67 @@ __device__ __forceinline__ void sum_over_warps(Owned& own, const Accumulators& a
     }
 }
 
-// The units [0, total) cut into gridDim.x runs whose lengths differ by at most one.
+// The units of all split tiles, one tile after another, in runs, one a block.
 struct Deal {
-    int share, extra;
-    __device__ __forceinline__ explicit Deal(int total) : share(total / gridDim.x), extra(total % gridDim.x) {}
-    __device__ __forceinline__ int begin(int block) const { return block * share + min(block, extra); }
+    int tiles, units, each, blocks, share, extra;
+    __device__ __forceinline__ Deal(int tiles, int units, int each)
+        : tiles(tiles), units(units), each(each), blocks(gridDim.x), share(tiles * units / blocks),
+          extra(tiles * units % blocks) {}
+    __device__ __forceinline__ int begin(int block) const {
+        return each > 0 ? block % tiles * units + block / tiles * each : block * share + min(block, extra);
+    }
+    __device__ __forceinline__ int end(int block) const {
+        return each == 0 ? begin(block + 1) : block + tiles < blocks ? begin(block) + each : (block % tiles + 1) * units;
+    }
+    // Whose run a unit is in, where all are dealt out evenly.
     __device__ __forceinline__ int owner(int unit) const {
         const int large = extra * (share + 1);
         return unit < large ? unit / (share + 1) : extra + (unit - large) / share;
     }
+    // How many blocks share a tile, and which is the i-th in ascending k.
+    __device__ __forceinline__ int sharers(int tile) const {
+        return each > 0 ? blocks / tiles : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
+    }
+    __device__ __forceinline__ int sharer(int tile, int i) const {
+        return each > 0 ? tile + i * tiles : owner(tile * units) + i;
+    }
+    // Whether the tile's other blocks may well be done when this one ends its run.
+    __device__ __forceinline__ bool ends_late(int block) const { return end(block) - begin(block) > each; }
 };
 
 constexpr int PARTIAL = OWN * M_BLOCKS;  // Float4s a thread
 // A block has two slots: for the tile it begins in, and for the one it ends in.
-__device__ __forceinline__ Float4* slot_of(Float4* partials, const Deal& deal, int block, int tile, int units) {
-    const int which = deal.begin(block) / units == tile ? 0 : 1;
+__device__ __forceinline__ Float4* slot_of(Float4* partials, const Deal& deal, int block, int tile) {
+    const int which = deal.begin(block) / deal.units == tile ? 0 : 1;
     return partials + static_cast<int64_t>(2 * block + which) * PARTIAL * THREADS + threadIdx.x;
 }
 
 // Hands in this block's partial sums of a split tile. True for the last block to arrive, whose `own` is then the sum.
+// With `look` it first sees whether it is the last: then its sums need not be written.
 __device__ __forceinline__ bool sum_over_blocks(Owned& own, uint8_t* smem, Float4* partials, uint32_t* counters,
-                                                const Deal& deal, int tile, int units) {
+                                                const Deal& deal, int tile, bool look) {
     __shared__ uint32_t arrived;
-    const int from = deal.owner(tile * units), to = deal.owner((tile + 1) * units - 1), me = blockIdx.x;
-    const uint32_t others = to - from;
+    const int sharers = deal.sharers(tile), me = blockIdx.x;
+    const uint32_t others = sharers - 1;
     float(&flat)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-    if (threadIdx.x == 0) arrived = load_acquire(counters + tile);
-    __syncthreads();
-    bool last = arrived == others;
+    bool last = false;
+    if (look) {
+        if (threadIdx.x == 0) arrived = load_acquire(counters + tile);
+        __syncthreads();
+        last = arrived == others;
+    }
     if (!last) {
-        Float4* mine = slot_of(partials, deal, me, tile, units);
+        Float4* mine = slot_of(partials, deal, me, tile);
 #pragma unroll
         for (int i = 0; i < PARTIAL; i++) mine[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) arrived = atomicAdd(counters + tile, 1u);
+        const uint32_t before = count_in(counters + tile);
+        if (threadIdx.x == 0) arrived = before;
         __syncthreads();
         last = arrived == others;
     }
     __syncthreads();  // `arrived` is written again by the next tile
     if (!last) return false;
     if (threadIdx.x == 0) counters[tile] = 0;
-    __threadfence();
     // This block's own sums wait in shared memory for their turn, so that registers hold the total and a number of
     // vectors in flight: of several slots where a slot is small, of a part of one where it is large.
     Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
@@ -365,29 +385,30 @@ __device__ __forceinline__ bool sum_over_blocks(Owned& own, uint8_t* smem, Float
         flat[i][0] = flat[i][1] = flat[i][2] = flat[i][3] = 0.f;
     }
     constexpr int FLIGHT = M_TILE < 64 ? 8 : 16, BATCH = PARTIAL < FLIGHT ? PARTIAL : FLIGHT, SLOTS = FLIGHT / BATCH;
-    for (int block = from; block <= to; block += SLOTS) {
+    for (int next = 0; next < sharers; next += SLOTS) {
 #pragma unroll
-        for (int first = 0; first < PARTIAL; first += BATCH) {
+        for (int begin = 0; begin < PARTIAL; begin += BATCH) {
             Float4 v[SLOTS][BATCH];
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                if (block + s > to) continue;
-                if (block + s == me) {
+                if (next + s >= sharers) continue;
+                const int block = deal.sharer(tile, next + s);
+                if (block == me) {
 #pragma unroll
-                    for (int i = 0; i < BATCH; i++) v[s][i] = saved[(first + i) * THREADS];
+                    for (int i = 0; i < BATCH; i++) v[s][i] = saved[(begin + i) * THREADS];
                 } else {
-                    const Float4* slot = slot_of(partials, deal, block + s, tile, units) + first * THREADS;
+                    const Float4* slot = slot_of(partials, deal, block, tile) + begin * THREADS;
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
                 }
             }
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                if (block + s > to) continue;
+                if (next + s >= sharers) continue;
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
-                    flat[first + i][0] += v[s][i].x, flat[first + i][1] += v[s][i].y;
-                    flat[first + i][2] += v[s][i].z, flat[first + i][3] += v[s][i].w;
+                    flat[begin + i][0] += v[s][i].x, flat[begin + i][1] += v[s][i].y;
+                    flat[begin + i][2] += v[s][i].z, flat[begin + i][3] += v[s][i].w;
                 }
             }
         }
@@ -444,18 +465,18 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_gemm(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
                 const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
-                int split_tiles, Float4* partials, uint32_t* counters) {
+                int split_tiles, int each, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const uint32_t stages = shared_address(smem);
     const Problem p = {a, lda, b, scales, delta, bias, c, ldc, m, n, k, padded_n, padded_k};
     const Warp w;
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
     const int units = (padded_k + K_STAGE - 1) / K_STAGE;
-    const Deal deal(split_tiles * units);
+    const Deal deal(split_tiles, units, each);
 
     // First this block's run of the split tiles' units, then whole tiles at a stride of the grid.
     int unit = deal.begin(blockIdx.x);
-    const int unit_end = deal.begin(blockIdx.x + 1);
+    const int unit_end = deal.end(blockIdx.x);
     int index = split_tiles + blockIdx.x;
     while (unit < unit_end || index < tiles) {
         const bool dealt = unit < unit_end;
@@ -472,7 +493,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         run_units(acc, stages, p, tile, w, first, last);
         Owned own;
         sum_over_warps(own, acc, smem, w);
-        if (last - first < units && !sum_over_blocks(own, smem, partials, counters, deal, current, units)) continue;
+        if (last - first < units) {
+            const bool look = unit == unit_end && deal.ends_late(blockIdx.x);
+            if (!sum_over_blocks(own, smem, partials, counters, deal, current, look)) continue;
+        }
         store_tile(own, smem, p, tile, w);
     }
 }

@@ -25,6 +25,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same through L1, for what several warps of an SM read.
+__device__ __forceinline__ void copy_async16_l1(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
@@ -57,6 +61,15 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
     uint32_t v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
+}
+// Counts this block in and returns, in thread 0, how many came before it: what any of the block's threads wrote before
+// the barrier is seen by a block that finds the count, and what the blocks before wrote is seen after the next barrier.
+__device__ __forceinline__ uint32_t count_in(uint32_t* counter) {
+    uint32_t before = 0;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 __device__ __forceinline__ void load_shared16(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
