@@ -27,6 +27,8 @@ constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WARP_STEPS = STEPS / WARPS_K;  // of them, each warp's
 constexpr int OWN = 4 / WARPS_K;             // slabs a warp finishes after the sum over wk
+// Scales are fetched three slabs before their first use, or one where that is a small part of the work.
+constexpr bool EARLY_SCALES = M_TILE < 64 || K_STAGE == 64;
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP : 1);
 static_assert(WARP_STEPS % 2 == 0, "fragments alternate between two register sets");
 
@@ -249,14 +251,14 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
                 fetch(f[(step + 1) % 2], stage, w, 0);
             }
             const Fragments &now = f[step % 2], &then = f[(step + 1) % 2];
+            const int next_step = (step + 1) % WARP_STEPS;
+            const Scales current = scales;
+            if (EARLY_SCALES && group_begins(next_step)) fetch_scales(scales, stage, w, next_step);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const bool ends = j + 1 == 4;  // the next slab is the first of the next step
-                if (ends && group_begins((step + 1) % WARP_STEPS))
-                    fetch_scales(scales, stage, w, (step + 1) % WARP_STEPS);
-                multiply(acc[j], a[j % 2], now, a[(j + 1) % 2], ends ? then.words[0] : now.words[j + 1], scales,
-                         ends ? 0 : j + 1);
-            }
+            for (int j = 0; j < 3; j++)
+                multiply(acc[j], a[j % 2], now, a[(j + 1) % 2], now.words[j + 1], current, j + 1);
+            if (!EARLY_SCALES && group_begins(next_step)) fetch_scales(scales, stage, w, next_step);
+            multiply(acc[3], a[1], now, a[0], then.words[0], scales, 0);  // and the first slab of the next step
         }
     }
     copy_wait<0>();

@@ -98,6 +98,15 @@ __device__ __forceinline__ uint32_t mask_or(uint32_t x) {
     return d;
 }
 
-// Both 16-bit halves of the result are the low (high) half of x.
-__device__ __forceinline__ uint32_t broadcast_low(uint32_t x) { return __byte_perm(x, x, 0x1010); }
-__device__ __forceinline__ uint32_t broadcast_high(uint32_t x) { return __byte_perm(x, x, 0x3232); }
+// Both 16-bit halves of the result are the low (high) half of x. Written so that ptxas makes it a modifier of the
+// instruction that uses it (a __byte_perm stays one of its own).
+__device__ __forceinline__ uint32_t broadcast_low(uint32_t x) {
+    uint32_t d;
+    asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};\n}" : "=r"(d) : "r"(x));
+    return d;
+}
+__device__ __forceinline__ uint32_t broadcast_high(uint32_t x) {
+    uint32_t d;
+    asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};\n}" : "=r"(d) : "r"(x));
+    return d;
+}
