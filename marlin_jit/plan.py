@@ -390,7 +390,7 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 # of partial sums. Multiplying is linear in the units of work of the busiest SM, whether they belong to one
 # block there or to several: docs/notes/planner.md has the measurements and the fit.
 
-_START = 3.3  # microseconds from launch to the first product, and from the last one to the end
+_START = 3.5  # microseconds from launch to the first product, and from the last one to the end
 _STREAM = 4.1e6  # bytes of global memory a microsecond
 
 
@@ -404,9 +404,9 @@ def _stream_microseconds(problem: Problem) -> float:
 
 def _unit_microseconds(tile: GemmTile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
-    chunk = 0.083 + (0.00356 + 0.0008 / tile.warps_n) * tile.m_tile
+    chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.asymmetric:
-        chunk += 0.006
+        chunk += 0.008
     return chunk * tile.warps_n * tile.k_stage / 128
 
 
@@ -436,7 +436,7 @@ def _gemm_microseconds(
 ) -> float:
     _, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (0.963 if resident > 1 else 1.0)
+    unit = _unit_microseconds(tile, problem) * (0.962 if resident > 1 else 1.0)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
     if not split_tiles:
@@ -444,14 +444,14 @@ def _gemm_microseconds(
     # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
     kilobytes = tile.partial_bytes / 1024
     sharers = grid // split_tiles if each else grid / split_tiles + 1
-    exchange = 0.55 + kilobytes * (0.018 * resident + 0.0215 * sharers)
+    exchange = 1.0 + kilobytes * (0.0145 * resident + 0.028 * sharers)
     if each:
         lead = (units - sharers * each) * unit * resident
-        return _START + work + exchange + 0.28 * max(0.0, 2.75 - lead)
+        return _START + work + exchange + 0.2 * max(0.0, 3.0 - lead)
     # Dealt out evenly, most blocks take part in two exchanges, and blocks walk k out of step: what caches
     # cannot hold of the activations is read again.
-    again = min(0.9e-6 * 2 * problem.m * problem.padded_k, 0.135 * work)
-    return _START + work + exchange + 2.5 + again
+    again = min(0.7e-6 * 2 * problem.m * problem.padded_k, 0.135 * work)
+    return _START + work + exchange + 2.25 + again
 
 
 def _decode_microseconds(
