@@ -88,7 +88,12 @@ def main(out: Path, rows: str, shapes: str, group: int, asymmetric: bool, bf16: 
                 timing = time_launches(run, len(weights), timer, replays=replays, warmup_ms=10, point_ms=40)
                 timed.append((timing.us, p))
                 record = {"k": k, "n": n, "m": m, "us": timing.us, "predicted": p.microseconds}
-                record |= {"kernel": p.build.name, "grid": p.grid, "split_tiles": p.split_tiles}
+                record |= {
+                    "kernel": p.build.name,
+                    "grid": p.grid,
+                    "split_tiles": p.split_tiles,
+                    "each": p.each,
+                }
                 records.append(record | dict(p.build.macros))
             chosen = timed[0][0]
             timed.sort(key=lambda pair: pair[0])
@@ -96,7 +101,7 @@ def main(out: Path, rows: str, shapes: str, group: int, asymmetric: bool, bf16: 
             for us, p in timed[:4]:
                 macros = " ".join(f"{name}={value}" for name, value in p.build.macros[3:])
                 print(f"    {us:7.1f} (predicted {p.microseconds:.1f}) {p.build.name} {macros}", end=" ")
-                print(f"grid {p.grid} split {p.split_tiles}", flush=True)
+                print(f"grid {p.grid} split {p.split_tiles} each {p.each}", flush=True)
     out.write_text(json.dumps(records))
 
 

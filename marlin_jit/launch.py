@@ -129,9 +129,7 @@ def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
 def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     """``out += sums @ delta``, in place."""
     columns, row_blocks = -(-out.columns // 64), -(-out.rows // 16)
-    # As many warps share a piece of the output as the device can still hold all at once.
-    resident = _CORRECTION_WARPS * current_device().sm_count
-    group_warps = next((n for n in (4, 2) if n * columns * row_blocks <= resident), 1)
+    group_warps = correction_group_warps(columns * row_blocks, current_device().sm_count)
     kernel = _kernel(_correction_build(group_warps, weight.dtype == BFLOAT16))
     args = (
         *(sums, weight.delta16, out.pointer, out.stride),
@@ -141,7 +139,10 @@ def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     kernel((columns, -(-row_blocks * group_warps // 4)), (128,), args)
 
 
-_CORRECTION_WARPS = 20  # an SM
+def correction_group_warps(pieces: int, sm_count: int) -> int:
+    """Warps that share a 16 x 64 piece of the output: as many as the device can hold all at once."""
+    resident = 20 * sm_count
+    return next((warps for warps in (4, 2) if warps * pieces <= resident), 1)
 
 
 # ---- scalar kernels -------------------------------------------------------------------------------------

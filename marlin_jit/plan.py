@@ -413,18 +413,12 @@ def _unit_microseconds(tile: GemmTile, problem: Problem) -> float:
 def _busiest_units(
     tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int
 ) -> float:
-    """Units of the busiest SM. Blocks p, p + sms, p + 2 sms ... share one."""
+    """Units of the busiest SM."""
     tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, sms)
     if each:
         rest = units - (grid // split_tiles - 1) * each
-        last = grid - split_tiles  # the first block that takes a rest
-        # The sum over an SM's blocks changes with its first block at these two only.
-        return max(
-            sum(each if block < last else rest for block in range(first, grid, sms))
-            for first in {0, last % sms, grid % sms}
-            if first < grid
-        )
+        return (resident - 1) * each + max(each, rest)
     turns, rest = divmod(tiles - split_tiles, grid)
     # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
     uneven = min(resident, _ceil_div(2 * rest, sms))

@@ -384,3 +384,8 @@ def test_sizes_of_the_extremes() -> None:
         if p.build.name == "marlin_gemm":
             tiles, units = plan.gemm_tiles(gemm_tile(p), Problem(m, k, n, 128, True, True))
             assert max(tiles, p.split_tiles * units) < 2**31
+
+
+@pytest.mark.parametrize(("pieces", "warps"), [(1, 4), (660, 4), (661, 2), (1320, 2), (1321, 1), (10**6, 1)])
+def test_few_pieces_of_a_correction_are_shared_by_more_warps(pieces: int, warps: int) -> None:
+    assert launch.correction_group_warps(pieces, 132) == warps

@@ -150,9 +150,19 @@ class TestCorrectionKernels:
         slack = exact_sums(cp.abs(x.astype(np.float32)), w) * 2.0**-22
         assert bool((cp.abs(sums.astype(np.float64) - exact_sums(x, w)) <= slack + 1e-30).all())
 
+    @pytest.mark.parametrize("group_warps", [1, 2, 4])
     def test_correction(
-        self, M: int, K: int, N: int, group_size: int, dtype: Any, rng: np.random.Generator
+        self,
+        M: int,
+        K: int,
+        N: int,
+        group_size: int,
+        dtype: Any,
+        group_warps: int,
+        rng: np.random.Generator,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(launch, "correction_group_warps", lambda pieces, sm_count: group_warps)
         w = mj.pack(random_weight(rng, K, N, group_size, symmetric=False, dtype=dtype))
         sums = cp.asarray((8 * rng.standard_normal((M, w.groups))).astype(np.float32))
         places = sum_places(M, w)
