@@ -78,9 +78,7 @@ class Plan:
     threads: int
     smem: int
     split_tiles: int  # marlin_gemm: tiles that blocks share
-    each: (
-        int  # marlin_gemm: units of a split tile for each of its blocks but the last; 0: all dealt out evenly
-    )
+    each: int  # marlin_gemm: units that a split tile's blocks take, the last the others; 0: dealt out evenly
     partial_bytes: int  # float32 partial sums in global memory
     counters: int  # arrival counters, one a split tile
     microseconds: float
@@ -219,7 +217,7 @@ def gemm_plan(
     Parameters
     ----------
     grid : int
-        Blocks. With `each` a multiple of `split_tiles`.
+        Blocks; with `each` a multiple of `split_tiles`.
     split_tiles : int
         Tiles, the first ones, whose k is shared by blocks.
     each : int
