@@ -10,12 +10,13 @@ import numpy as np
 from click.core import ParameterSource
 
 import marlin_jit
-from marlin_jit import _disk_cache, ahead, jit
+from marlin_jit import _disk_cache, jit
 from marlin_jit._array import BFLOAT16, FLOAT16
 from marlin_jit._cupy import import_cupy
 from marlin_jit.cli.show import counted, print_json, print_line, size
 from marlin_jit.device import DeviceInfo, device_info, unavailable_reason
 from marlin_jit.errors import DeviceError, MarlinJitError
+from marlin_jit.launch import architectures
 from marlin_jit.layout import group_count, padded_shape
 from marlin_jit.weight import MarlinWeight
 
@@ -125,7 +126,7 @@ def _environment() -> dict[str, Any]:
         found["architectures"] = [
             arch
             for number in jit.supported_archs()
-            if (arch := jit.arch_for(divmod(number, 10))) in ahead.architectures()
+            if (arch := jit.arch_for(divmod(number, 10))) in architectures()
         ]
     except MarlinJitError as error:
         found["missing"].append(str(error))

@@ -15,6 +15,7 @@ from marlin_jit import ahead, jit
 from marlin_jit.cli.show import print_json, print_line
 from marlin_jit.device import current_device
 from marlin_jit.errors import DeviceError
+from marlin_jit.launch import architectures
 
 __all__ = ["warmup"]
 
@@ -27,8 +28,7 @@ __all__ = ["warmup"]
     multiple=True,
     metavar="ARCH",
     help=(
-        f"Architecture: {', '.join(ahead.architectures())}. May be repeated. "
-        "Default: that of the current device."
+        f"Architecture: {', '.join(architectures())}. May be repeated. Default: that of the current device."
     ),
 )
 @click.option(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from marlin_jit import jit, launch
+from marlin_jit import jit
 from marlin_jit._array import BFLOAT16, FLOAT16
 from marlin_jit.device import current_device
 from marlin_jit.errors import CompileError, DTypeError, ShapeError
@@ -95,11 +95,6 @@ def warmup(
     return [done[index] for index in range(len(tasks))]
 
 
-def architectures() -> list[str]:
-    """The architectures that `warmup` compiles for, such as ``"90a"``, oldest first."""
-    return sorted((*launch.ARCH_LIMITS, *launch._BUILT_AS), key=lambda arch: int(arch.rstrip("a")))
-
-
 def select_builds(
     arch: str, *, dtypes: Iterable[Any] | None = None, group_sizes: Iterable[int] | None = None
 ) -> Sequence[Build]:
@@ -114,11 +109,11 @@ def select_builds(
     def serves(build: Build, macro: str, wanted: Collection[int] | None) -> bool:
         return wanted is None or macro not in build.defines or int(build.defines[macro]) in wanted
 
-    if arch not in architectures():
-        raise CompileError(f"there are no kernels for sm_{arch}; there are: {', '.join(architectures())}")
-    return [
-        build for build in all_builds(arch) if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)
-    ]
+    try:
+        builds = all_builds(arch)
+    except ValueError as error:
+        raise CompileError(str(error)) from None
+    return [build for build in builds if serves(build, "BF16", bf16) and serves(build, "GROUP", groups)]
 
 
 def _bf16_macro(dtype: Any) -> int:

@@ -276,7 +276,7 @@ def _common_gates(call: Call) -> Gates:
 
 def _marlin_gates(call: Call) -> Gates:
     yield from _common_gates(call)
-    yield "its kernel was not refused before", _refusal(call) is None
+    yield "its kernel was not refused before", not _was_refused(call)
 
 
 def _marlin(call: Call, out: Array) -> None:
@@ -318,11 +318,11 @@ def _refusal_key(call: Call) -> tuple[Any, ...]:
     return (call.device and call.device.id, call.plan.build)
 
 
-def _refusal(call: Call) -> str | None:
-    """Why the fused kernel's build was refused before on this device, or None."""
+def _was_refused(call: Call) -> bool:
+    """Whether the fused kernel's build was refused before on this device."""
     if not _refused or not isinstance(call.weight, MarlinWeight) or call.device is None or not call.rows:
-        return None
-    return _refused.get(_refusal_key(call))
+        return False
+    return _refusal_key(call) in _refused
 
 
 # Errors of a kernel that ran before, which every later call of the driver reports again.

@@ -114,15 +114,12 @@ def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
     `x` is as for `marlin`. Float32, in the order of `sum_position` in ``layout.cuh``; M is rounded up to 16
     rows, whose sums are not written, and groups to `padded_groups`, whose sums are zero.
     """
-    cells = x.rows * padded_groups(weight)
-    sums = scratch.get("group sums", 4 * -(-x.rows // 16) * 16 * padded_groups(weight))
+    groups = padded_groups(weight)
+    sums = scratch.get("group sums", 4 * -(-x.rows // 16) * 16 * groups)
     kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
-    args = (
-        *(x.pointer, x.stride, sums),
-        *(_i32(x.rows), _i32(whole_vectors(x.columns)), _i32(padded_groups(weight))),
-    )
+    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups))
     lanes = 32 if weight.group_size == -1 else weight.group_size // 8
-    kernel((-(-cells * lanes // 256),), (256,), args)
+    kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
     return sums
 
 
@@ -225,23 +222,27 @@ ARCH_LIMITS = {
 _BUILT_AS = {"87": "80", "103": "100", "121": "120"}
 
 
+def architectures() -> list[str]:
+    """The architectures that there are builds for, such as ``"90a"``, oldest first."""
+    return sorted((*ARCH_LIMITS, *_BUILT_AS), key=lambda arch: int(arch.rstrip("a")))
+
+
 def all_builds(arch: str) -> list[Build]:
     """Every kernel variant that a device of this architecture can be asked for.
 
     Parameters
     ----------
     arch : str
-        A key of `ARCH_LIMITS`, or of `_BUILT_AS`, whose devices are limited alike.
+        One of `architectures`.
 
     Raises
     ------
     ValueError
         Another architecture.
     """
+    if arch not in architectures():
+        raise ValueError(f"there are no kernels for sm_{arch}; there are: {', '.join(architectures())}")
     like = _BUILT_AS.get(arch, arch)
-    if like not in ARCH_LIMITS:
-        known = ", ".join((*ARCH_LIMITS, *_BUILT_AS))
-        raise ValueError(f"no builds are listed for sm_{arch}; there are: {known}")
     limits = Limits(132, *ARCH_LIMITS[like])  # the number of SMs changes no build
     builds = [_GATHER]
     for bfloat16 in (False, True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from importlib import import_module
+
 import numpy as np
 import pytest
 from helpers import no_gpu_reason
@@ -10,6 +13,17 @@ from helpers import no_gpu_reason
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := no_gpu_reason()):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No switch, count, refusal or logged path of another test."""
+    engine = import_module("marlin_jit.dispatch")  # the package's attribute of that name is the function
+    monkeypatch.delenv(engine.SWITCH, raising=False)
+    monkeypatch.setattr(engine, "_enabled", None)
+    monkeypatch.setattr(engine, "_taken", Counter())
+    monkeypatch.setattr(engine, "_refused", {})
+    monkeypatch.setattr(engine, "_logged", set())
 
 
 @pytest.fixture

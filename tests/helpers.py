@@ -90,3 +90,13 @@ def random_scales(rng: np.random.Generator, groups: int, N: int, dtype: Any = np
     scale = rng.standard_normal((groups, N)) * 2.0 ** rng.integers(-22, 4, (groups, N))
     scale[rng.random((groups, N)) < 0.05] = 0
     return scale.astype(np.float32).astype(dtype)
+
+
+def symmetric_codes(
+    rng: np.random.Generator, K: int, N: int, group_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, float16 scales near 0.01, and ``(q - 8)*scale`` in float64."""
+    groups = 1 if group_size == -1 else K // group_size
+    q = random_codes(rng, K, N)
+    scale = (0.002 + 0.02 * rng.random((groups, N))).astype(np.float16)
+    return q, scale, (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), K // groups, axis=0)

@@ -193,7 +193,7 @@ def test_warmup_refuses_in_one_line(run: Run, nvrtc: None, arguments: tuple[str,
 def test_warmup_help_names_every_architecture(run: Run) -> None:
     words = " ".join(run("warmup", "--help").stdout.split())
     assert "Architecture: 80, 86, 87, 89, 90a, 100, 103, 120, 121. May be repeated" in words
-    assert {*launch.ARCH_LIMITS} <= set(ahead.architectures())
+    assert {*launch.ARCH_LIMITS} <= set(launch.architectures())
 
 
 def test_builds_are_chosen_by_type_and_group() -> None:

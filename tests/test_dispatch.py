@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -35,14 +34,7 @@ HALF_ULP = {FP16: 2.0**-11, BF16: 2.0**-8}
 KINDS = ("symmetric", "zero points", "real zeros", "activation order")
 
 
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No switch, count, refusal or logged path of another test."""
-    monkeypatch.delenv(engine.SWITCH, raising=False)
-    monkeypatch.setattr(engine, "_enabled", None)
-    monkeypatch.setattr(engine, "_taken", Counter())
-    monkeypatch.setattr(engine, "_refused", {})
-    monkeypatch.setattr(engine, "_logged", set())
+pytestmark = pytest.mark.usefixtures("fresh_dispatch")
 
 
 def plain_weight(

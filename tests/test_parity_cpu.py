@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import symmetric_codes
 
 import marlin_jit as mj
 from marlin_jit import layout
@@ -21,10 +22,7 @@ class TestPacker:
     def test_packed_weight_is_the_reference(
         self, K: int, N: int, group_size: int, rng: np.random.Generator
     ) -> None:
-        groups = layout.group_count(K, group_size)
-        q = rng.integers(0, 16, (K, N), dtype=np.uint8)
-        scale = (0.002 + 0.02 * rng.random((groups, N))).astype(FP16)
-        reference = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), K // groups, axis=0)
+        q, scale, reference = symmetric_codes(rng, K, N, group_size)
         w = mj.pack(mj.QuantWeight(q, scale, None, group_size))
         assert np.array_equal(mj.dequantize(w), reference.astype(np.float32).astype(FP16))
         x = rng.standard_normal((16, K)).astype(FP16)
@@ -43,9 +41,8 @@ class TestCorrectionReference:
     def test_correction_completes_the_symmetric_product(
         self, M: int, K: int, N: int, group_size: int, rng: np.random.Generator
     ) -> None:
-        groups = layout.group_count(K, group_size)
-        q = rng.integers(0, 16, (K, N), dtype=np.uint8)
-        scale = (0.002 + 0.02 * rng.random((groups, N))).astype(FP16)
+        q, scale, centered = symmetric_codes(rng, K, N, group_size)
+        groups = len(scale)
         zero = (-0.1 + 0.1 * rng.standard_normal((groups, N))).astype(FP16)
         w = mj.pack(mj.QuantWeight(q, scale, zero, group_size))
         assert w.delta is not None
@@ -55,7 +52,7 @@ class TestCorrectionReference:
         assert np.abs(delta - (wide_zero + 8 * wide_scale)).max() <= 2.0**-24
 
         x = rng.standard_normal((M, K)).astype(np.float64)
-        symmetric = x @ ((q.astype(np.float64) - 8) * wide_scale[per_row])
+        symmetric = x @ centered
         sums = x.reshape(M, groups, -1).sum(axis=2)
         exact = x @ (q * wide_scale[per_row] + wide_zero[per_row])
         np.testing.assert_allclose(symmetric + sums @ delta, exact, rtol=0, atol=1e-6 * np.abs(exact).max())

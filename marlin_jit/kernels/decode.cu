@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = worker * share + min(worker, extra);
     const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
 
-    const uint32_t mine = shared_address(smem) + threadIdx.x / 32 * (2 * BUFFER);
+    const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
     const uint32_t row_bytes = 8 * padded_n;  // of one k16 of W
     const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + static_cast<int64_t>(first) * STEPS * row_bytes;
     const Problem p = {a, lda, scales, delta, m, k, padded_n, GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP)};

@@ -52,11 +52,6 @@ __device__ __forceinline__ Float4 load_l2(const Float4* from) {
                  : "memory");
     return v;
 }
-__device__ __forceinline__ float load_l2(const float* from) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-    return v;
-}
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
     uint32_t v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from marlin_jit import QuantWeight
+from marlin_jit.launch import Matrix
 
 _SOURCE = r"""
 extern "C" __global__ void product(const double* x, const double* w, double* c, int m, int n, int k) {
@@ -87,6 +88,11 @@ def random_weight(
         return QuantWeight(q, scale, zero, group_size)
     points = cupy.asarray(rng.integers(0, 16, (groups, N), dtype=np.uint8))
     return QuantWeight.from_zero_points(q, scale, points, group_size)
+
+
+def matrix(array: Any) -> Matrix:
+    """An array of rows as launchers take it."""
+    return Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)
 
 
 def random_rows(rng: np.random.Generator, M: int, K: int, dtype: Any) -> Any:

@@ -6,22 +6,15 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import numpy as np
+from exact import matrix
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
 from marlin_jit.device import current_device, unavailable_reason
 from marlin_jit.dispatch import matmul
-
-if TYPE_CHECKING:
-    import cupy
-
-
-def matrix(array: cupy.ndarray) -> launch.Matrix:
-    return launch.Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
@@ -30,14 +29,7 @@ PATHS = ("marlin", "marlin_pair", "native")
 K, N = 256, 192
 
 
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No switch, count, refusal or logged path of another test."""
-    monkeypatch.delenv(engine.SWITCH, raising=False)
-    monkeypatch.setattr(engine, "_enabled", None)
-    monkeypatch.setattr(engine, "_taken", Counter())
-    monkeypatch.setattr(engine, "_refused", {})
-    monkeypatch.setattr(engine, "_logged", set())
+pytestmark = pytest.mark.usefixtures("fresh_dispatch")
 
 
 @pytest.fixture
@@ -48,6 +40,14 @@ def plain(rng: np.random.Generator) -> mj.QuantWeight:
 @pytest.fixture
 def w(plain: mj.QuantWeight) -> mj.MarlinWeight:
     return mj.pack(plain)
+
+
+def ready(w: mj.MarlinWeight, path: str) -> None:
+    """Give the weight what a path needs of it, or skip where cuBLAS is missing."""
+    if path == "fp16_cache":
+        if not engine._cublas_there():
+            pytest.skip("cuBLAS is not installed")
+        w.cache_fp16()
 
 
 def exact_of(x: Any, w64: Any) -> Any:
@@ -70,10 +70,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("path", [*PATHS, "fp16_cache"])
 def test_strided_x(path: str, plain: Any, w: Any, rng: np.random.Generator) -> None:
-    if path == "fp16_cache":
-        if not engine._cublas_there():
-            pytest.skip("cuBLAS is not installed")
-        w.cache_fp16()
+    ready(w, path)
     w64 = weight64(plain)
     wide = random_rows(rng, 20, 2 * K + 64, FP16)
     flat = random_rows(rng, 1, 20 * K + 1, FP16)[0]
@@ -411,10 +408,8 @@ def test_a_refused_launch_falls_to_the_next_path(
 
 
 def test_fp16_cache(w: Any, rng: np.random.Generator) -> None:
-    if not engine._cublas_there():
-        pytest.skip("cuBLAS is not installed")
+    ready(w, "fp16_cache")
     x, bias = random_rows(rng, 20, K, FP16), random_rows(rng, 1, N, FP16)[0]
-    w.cache_fp16()
     assert mj.explain(x, w).path == "fp16_cache"
     exact = exact_of(x, mj.dequantize(w).astype(np.float64))
     check(mj.matmul(x, w), exact)
@@ -432,10 +427,7 @@ def test_fp16_cache(w: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("path", [*PATHS, "fp16_cache"])
 def test_captured_after_a_first_call(path: str, w: Any, plain: Any, rng: np.random.Generator) -> None:
-    if path == "fp16_cache":
-        if not engine._cublas_there():
-            pytest.skip("cuBLAS is not installed")
-        w.cache_fp16()
+    ready(w, path)
     w64 = weight64(plain)
     x, bias = random_rows(rng, 20, K, FP16), random_rows(rng, 1, N, FP16)[0]
     out = cp.empty((20, N), FP16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import poisoned, product, random_rows, random_weight, relative_error, weight64
+from exact import matrix, poisoned, product, random_rows, random_weight, relative_error, weight64
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
@@ -104,14 +104,10 @@ def test_every_plan_is_exact_on_integers(M, group, dtype, rng):
         x = cupy.asarray(a.astype(np.float32).astype(dtype))
         for p in every_plan(launch.problem_of(M, w, asymmetric=True)):
             out, intact = poisoned(M, N, dtype)
-            launch.marlin(p, _matrix(x), w, w.delta16, None, _matrix(out))
+            launch.marlin(p, matrix(x), w, w.delta16, None, matrix(out))
             assert intact(), p
             wrong = np.argwhere(out.get() != expected)
             assert not len(wrong), f"{len(wrong)} wrong, first {wrong[0]}: {p}"
-
-
-def _matrix(array) -> launch.Matrix:
-    return launch.Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)

@@ -15,7 +15,6 @@ Levels 1 and 2 run without a device in `tests/test_parity_cpu.py`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +24,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cli_runner import run
-from exact import product, random_rows, random_weight, relative_error, weight64
-from helpers import assert_same_bits
+from exact import matrix, product, random_rows, random_weight, relative_error, weight64
+from helpers import assert_same_bits, symmetric_codes
 
 import marlin_jit as mj
 from marlin_jit import launch, layout
@@ -37,10 +36,6 @@ engine = import_module("marlin_jit.dispatch")  # the package's attribute of that
 FP16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 BOUND = {FP16: 4e-4, BF16: 3e-3}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama-gptq"
-
-
-def matrix(array: Any) -> launch.Matrix:
-    return launch.Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)
 
 
 def plain_delta(w: mj.MarlinWeight) -> Any:
@@ -61,10 +56,7 @@ class TestPacker:
     def test_packed_weight_is_the_reference(
         self, K: int, N: int, group_size: int, rng: np.random.Generator
     ) -> None:
-        groups = layout.group_count(K, group_size)
-        q = rng.integers(0, 16, (K, N), dtype=np.uint8)
-        scale = (0.002 + 0.02 * rng.random((groups, N))).astype(FP16)
-        reference = (q.astype(np.float64) - 8) * np.repeat(scale.astype(np.float64), K // groups, axis=0)
+        q, scale, reference = symmetric_codes(rng, K, N, group_size)
         w = mj.pack(mj.QuantWeight(cp.asarray(q), cp.asarray(scale), None, group_size))
         dense = cp.full((K, N), np.nan, FP16)
         launch.dequantize(w, dense)
@@ -257,14 +249,8 @@ def log_likelihood(model: Any, states: Any, tokens: np.ndarray) -> float:
     return float((chosen - cp.log(cp.exp(logits).sum(axis=1))).mean())
 
 
+@pytest.mark.usefixtures("fresh_dispatch")
 class TestWholeRuntime:
-    @pytest.fixture(autouse=True)
-    def fresh_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv(engine.SWITCH, raising=False)
-        monkeypatch.setattr(engine, "_enabled", None)
-        monkeypatch.setattr(engine, "_taken", Counter())
-        monkeypatch.setattr(engine, "_refused", {})
-
     @pytest.mark.parametrize("M", [1000, 24, 5])
     def test_same_scores_with_dispatch_on_and_off(self, M: int, tmp_path: Path) -> None:
         packed = run("pack", EXAMPLE, tmp_path / "packed", "--quiet")
