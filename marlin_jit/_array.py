@@ -43,7 +43,7 @@ def namespace(*arrays: Array | None) -> Any:
     Raises
     ------
     DTypeError
-        Something that is no array, or NumPy and CuPy arrays together.
+        Something that is no array, a masked array or a matrix, or NumPy and CuPy arrays together.
     DeviceError
         CuPy arrays on different devices.
     """
@@ -52,6 +52,11 @@ def namespace(*arrays: Array | None) -> Any:
     for array, device in zip(present, on_device, strict=True):
         if not device and not isinstance(array, np.ndarray):
             raise DTypeError(f"expected a NumPy or CuPy array, got {type(array).__name__}")
+        if isinstance(array, np.ma.MaskedArray | np.matrix):
+            raise DTypeError(
+                f"expected a plain NumPy array, got {type(array).__name__}: give array.filled(value) or "
+                "numpy.asarray(matrix)"
+            )
     if not any(on_device):
         return np
     if not all(on_device):
@@ -60,6 +65,15 @@ def namespace(*arrays: Array | None) -> Any:
     if len(devices) > 1:
         raise DeviceError(f"the arrays lie on different devices: {devices}; put them on one")
     return sys.modules["cupy"]
+
+
+def as_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return `dtype` as NumPy's, with our error for what is none."""
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise DTypeError(f"{dtype!r} is no dtype: {error}") from None
+    return found
 
 
 def on_device(array: Array) -> AbstractContextManager[Any]:

@@ -128,12 +128,16 @@ def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     columns, row_blocks = -(-out.columns // 64), -(-out.rows // 16)
     group_warps = correction_group_warps(columns * row_blocks, current_device().sm_count)
     kernel = _kernel(_correction_build(group_warps, weight.dtype == BFLOAT16))
-    args = (
-        *(sums, weight.delta16, out.pointer, out.stride),
-        *(_i32(out.rows), _i32(out.columns), _i32(weight.padded_shape[1])),
-        *(_i32(weight.groups), _i32(padded_groups(weight))),
-    )
-    kernel((columns, -(-row_blocks * group_warps // 4)), (128,), args)
+    groups, rows_a_block = padded_groups(weight), 16 * (4 // group_warps)
+    # As many rows at a time as a grid holds: 4 million.
+    for first in range(0, out.rows, rows_a_block * _MAX_GRID_Y):
+        rows = min(out.rows - first, rows_a_block * _MAX_GRID_Y)
+        args = (
+            *(sums.data.ptr + 4 * first * groups, weight.delta16),
+            *(out.pointer + 2 * first * out.stride, out.stride),
+            *(_i32(rows), _i32(out.columns), _i32(weight.padded_shape[1]), _i32(weight.groups), _i32(groups)),
+        )
+        kernel((columns, -(-rows // rows_a_block)), (128,), args)
 
 
 def correction_group_warps(pieces: int, sm_count: int) -> int:

@@ -19,6 +19,7 @@ from marlin_jit._array import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_dtype,
     column_chunks,
     is_device_array,
     namespace,
@@ -48,6 +49,8 @@ def pack(weight: QuantWeight) -> MarlinWeight:
 
     Raises
     ------
+    DTypeError
+        No QuantWeight.
     ShapeError
         A group size that the format cannot hold, or groups of unequal size.
     ValueRangeError
@@ -57,6 +60,8 @@ def pack(weight: QuantWeight) -> MarlinWeight:
     -----
     Works on ranges of columns: temporary arrays are at most as large as the codes.
     """
+    if not isinstance(weight, QuantWeight):
+        raise DTypeError(f"expected a QuantWeight, got {type(weight).__name__}")
     size = weight.group_size
     if size not in layout.GROUP_SIZES:
         raise ShapeError(
@@ -92,7 +97,14 @@ def unpack(weight: MarlinWeight) -> QuantWeight:
     QuantWeight
         The codes and scales that were packed, rows in source order. ``zero`` is float32, ``delta - 8*scale``,
         which is exactly the packed one wherever ``delta`` was exact (always, for integer zero points).
+
+    Raises
+    ------
+    DTypeError
+        No MarlinWeight.
     """
+    if not isinstance(weight, MarlinWeight):
+        raise DTypeError(f"expected a MarlinWeight, got {type(weight).__name__}")
     xp = namespace(weight.B)
     K, N = weight.shape
     size = weight.group_size
@@ -132,7 +144,7 @@ def dequantize(weight: QuantWeight | MarlinWeight, dtype: Any = None) -> Array:
     """
     if not isinstance(weight, (QuantWeight, MarlinWeight)):
         raise DTypeError(f"expected a QuantWeight or MarlinWeight, got {type(weight).__name__}")
-    dtype = np.dtype(weight.dtype if dtype is None else dtype)
+    dtype = as_dtype(weight.dtype if dtype is None else dtype)
     if dtype not in (FLOAT16, BFLOAT16, FLOAT32):
         raise DTypeError(f"a weight is dequantized to float16, bfloat16 or float32, not {dtype}")
     columns: Callable[[int, int], Array]

@@ -12,6 +12,7 @@ from marlin_jit._array import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_dtype,
     column_chunks,
     is_device_array,
     namespace,
@@ -62,8 +63,10 @@ def quantize(
     -----
     Works on ranges of columns, so temporary arrays stay small beside `w`.
     """
+    if w is None:
+        raise DTypeError("expected a NumPy or CuPy array, got NoneType")
     xp = namespace(w)
-    dtype = np.dtype(dtype)
+    dtype = as_dtype(dtype)
     if w.dtype not in (FLOAT16, BFLOAT16, FLOAT32):
         raise DTypeError(f"w must be float16, bfloat16 or float32, got {w.dtype}")
     if dtype not in SCALE_DTYPES:
@@ -71,7 +74,10 @@ def quantize(
     if w.ndim != 2 or 0 in w.shape:
         raise ShapeError(f"w must be a non-empty matrix [K, N], got shape {w.shape}")
     K, N = w.shape
-    rows = K if group_size == -1 else operator.index(group_size)
+    try:
+        rows = K if group_size == -1 else operator.index(group_size)
+    except TypeError:
+        raise DTypeError(f"group_size must be an integer, got {type(group_size).__name__}") from None
     if rows < 1 or K % rows:
         raise ShapeError(f"group size {group_size} does not divide K = {K} (the rows of w)")
     with on_device(w), np.errstate(over="ignore", invalid="ignore"):

@@ -19,6 +19,7 @@ from marlin_jit._array import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_dtype,
     is_device_array,
     namespace,
     on_device,
@@ -141,6 +142,8 @@ class QuantWeight:
         """
         xp = namespace(q, scale, zero_point, g_idx)
         weight = cls(q, scale, None, group_size, g_idx)
+        if zero_point is None:
+            raise DTypeError("zero_point must be an integer array, got None; QuantWeight() takes no zeros")
         if zero_point.dtype.kind not in "iu":
             raise DTypeError(
                 f"zero_point must be an integer array, got {zero_point.dtype}; QuantWeight() takes real zeros"
@@ -360,7 +363,7 @@ class MarlinWeight:
         ValueRangeError
             A scale or delta that overflows the new dtype.
         """
-        dtype = np.dtype(dtype)
+        dtype = as_dtype(dtype)
         if dtype not in SCALE_DTYPES:
             raise DTypeError(f"a Marlin weight is float16 or bfloat16, not {dtype}")
         if dtype == self.dtype:

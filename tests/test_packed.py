@@ -691,3 +691,24 @@ def test_every_example_packs(tmp_path: Path) -> None:
         pack_checkpoint(example, tmp_path / example.name)
         assert not compare(example, tmp_path / example.name).differences
         assert open_checkpoint(tmp_path / example.name).format == "marlin-jit"
+
+
+@pytest.mark.parametrize(
+    ("weights", "tensors", "more"),
+    [(("l",), {}, {"source_format": 3}), ((1,), {}, {}), (("1", 1), {}, {}), (("l",), {3: 1}, {})],
+)
+def test_names_that_are_no_strings(
+    tmp_path: Path, rng: np.random.Generator, weights: Any, tensors: Any, more: Any
+) -> None:
+    packed = pack(QuantWeight(random_codes(rng, 64, 64), np.ones((1, 64), np.float16), None, -1))
+    arrays = {name: np.zeros(value) for name, value in tensors.items()}
+    with pytest.raises(DTypeError, match="must be strings"):
+        save(tmp_path / "f.safetensors", dict.fromkeys(weights, packed), arrays, **more)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_masked_tensor_is_refused(tmp_path: Path) -> None:
+    masked: Any = np.ma.masked_equal(np.arange(3), 1)
+    with pytest.raises(DTypeError, match="MaskedArray"):
+        save(tmp_path / "f.safetensors", {}, {"a": masked})
+    assert not any(tmp_path.iterdir())

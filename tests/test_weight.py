@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, random_codes, random_scales
 
+import marlin_jit
 from marlin_jit._array import namespace
 from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ShapeError, ValueRangeError
 from marlin_jit.pack import dequantize, pack
@@ -443,3 +444,25 @@ def test_repr_names_the_device(no_memory_array, monkeypatch):
     weight = QuantWeight(np.zeros((64, 64), np.uint8), np.ones((1, 64), np.float16), None, -1)
     object.__setattr__(weight, "q", no_memory_array(3))
     assert ", device 3, " in repr(weight)
+
+
+def test_arguments_of_the_wrong_kind_are_typed_errors() -> None:
+    q, scale = np.zeros((32, 8), np.uint8), np.ones((1, 8), np.float16)
+    weight = QuantWeight(q, scale, None, 32)
+    packed = pack(weight)
+    for call in (
+        lambda: marlin_jit.pack(packed),
+        lambda: marlin_jit.pack(None),
+        lambda: marlin_jit.unpack(weight),
+        lambda: marlin_jit.quantize(None, 1),
+        lambda: marlin_jit.quantize(np.ones((32, 8), np.float32), 32.0),
+        lambda: marlin_jit.quantize(np.ones((32, 8), np.float32), 32, dtype="nope"),
+        lambda: marlin_jit.quantize(np.ma.masked_greater(np.ones((32, 8), np.float32), 0), 32),
+        lambda: marlin_jit.dequantize(weight, "nope"),
+        lambda: packed.astype("nope"),
+        lambda: marlin_jit.QuantWeight.from_zero_points(q, scale, None, 32),
+        lambda: marlin_jit.QuantWeight(np.ma.masked_equal(q, 1), scale, None, 32),
+        lambda: marlin_jit.QuantWeight(q.view(np.matrix), scale, None, 32),
+    ):
+        with pytest.raises(DTypeError):
+            call()

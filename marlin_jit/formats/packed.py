@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit._array import BFLOAT16, is_device_array, to_host
+from marlin_jit._array import BFLOAT16, is_device_array, namespace, to_host
 from marlin_jit.errors import CheckpointError, DTypeError, MarlinJitError
 from marlin_jit.formats.layer import Parameters, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
@@ -324,10 +324,13 @@ def save(
     Raises
     ------
     DTypeError
-        A weight that is no `MarlinWeight`, a tensor that is no array.
+        A weight that is no `MarlinWeight`, a tensor that is no array, a name that is no string.
     CheckpointError
         A name that cannot be used, a dtype that cannot be stored, or a file that cannot be written.
     """
+    for what in (source_format, *weights, *(tensors or ())):
+        if not isinstance(what, str):
+            raise DTypeError(f"names and source_format must be strings, got {what!r}")
     for name, weight in weights.items():
         if not isinstance(weight, MarlinWeight):
             raise DTypeError(
@@ -345,6 +348,7 @@ def save(
     for name, array in others.items():
         if not (isinstance(array, np.ndarray) or is_device_array(array)):
             raise DTypeError(f"tensors[{name!r}] is a {type(array).__name__}; expected a NumPy or CuPy array")
+        namespace(array)  # refuses a masked array, whose mask a file cannot hold
         if name in reserved:
             owner = "the file format" if name == "__metadata__" else "a packed layer"
             raise CheckpointError(f"tensors[{name!r}]: this name is reserved for {owner}; choose another")
