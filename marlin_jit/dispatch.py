@@ -295,8 +295,9 @@ def _marlin_pair_gates(call: Call) -> Gates:
 def _marlin_pair(call: Call, out: Array) -> None:
     w = call.weight
     assert isinstance(w, MarlinWeight)
-    sums = launch.group_sums(call.x_aligned, w)
     launch.marlin(call.symmetric_plan, call.x_aligned, w, None, call.bias, _matrix(out))
+    # After the product, which would push the deltas out of L2 that this asks for.
+    sums = launch.group_sums(call.x_aligned, w)
     launch.correct(sums, w, _matrix(out))
 
 

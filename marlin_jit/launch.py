@@ -112,12 +112,18 @@ def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
     """Sums of the activations over each group, in scratch memory until the next call, for `correct`.
 
     `x` is as for `marlin`. Float32, in the order of `sum_position` in ``layout.cuh``; M is rounded up to 16
-    rows, whose sums are not written, and groups to `padded_groups`, whose sums are zero.
+    rows, whose sums are not written, and groups to `padded_groups`, whose sums are zero. Meanwhile L2 fetches
+    the deltas.
     """
+    delta = weight.delta16
+    assert delta is not None
     groups = padded_groups(weight)
     sums = scratch.get("group sums", 4 * -(-x.rows // 16) * 16 * groups)
     kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
-    args = (x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups))
+    args = (
+        *(x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups)),
+        *(delta, delta.size),
+    )
     lanes = 32 if weight.group_size == -1 else weight.group_size // 8
     kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
     return sums

@@ -397,13 +397,20 @@ def test_group_sums_have_places_of_their_own(rows: int, groups: int) -> None:
     assert places.min() == 0 and places.max() < -(-rows // 16) * 16 * padded
 
 
-@pytest.mark.parametrize("groups", [1, 2, 5, 8, 11])
-def test_correction_fragments_multiply_sums_with_deltas(groups: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("group_warps", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 5, 8, 11, 40])
+def test_correction_fragments_multiply_sums_with_deltas(
+    groups: int, group_warps: int, rng: np.random.Generator
+) -> None:
     """PTX ISA, m16n8k8 tf32: A (g, t), (g+8, t), (g, t+4), (g+8, t+4); B (t, g), (t+4, g); C as m16n8k16."""
     value, find = kernel_source.value, kernel_source.find
     padded = -(-groups // 8) * 8
-    sum_at = find("correction.cu", r"p\.sums\[(.*?)\];")[1].replace("p.padded_groups", "padded_groups")
-    group_at = find("correction.cu", r"min\((first \+ [^,]*), p\.groups - 1\)")[1]
+    sum_at = find("correction.cu", r"const Float4\* sum = sums \+ (.*?);")[1]
+    first_group, group_step, sum_step = find(
+        "correction.cu",
+        r"int group = (.*?); group < padded_groups; group \+= (.*?), sum \+= (.*?)\) add_eight",
+    ).groups()
+    group_at = find("correction.cu", r"min\((first \+ [^,]*), groups - 1\)")[1]
     half_at = find("correction.cu", r"pair\[i\]\[h / 2\] >> \((.*?)\) & 0xffff")[1]
     column_at = find("correction.cu", r"mine = &tile\[g\]\[(.*?)\];")[1]
     delta = rng.standard_normal((groups, 64))
@@ -416,12 +423,18 @@ def test_correction_fragments_multiply_sums_with_deltas(groups: int, rng: np.ran
     C = np.full((32, 64), np.nan)
     for block in range(2):
         acc = np.zeros((8, 16, 8))  # [h, row, column]
-        for first in range(0, padded, 8):
+        turns = [(warp, turn) for warp in range(group_warps) for turn in range(padded)]
+        for group_warp, turn in turns:
+            names = {"row_block": block, "group_warp": group_warp, "GROUP_WARPS": group_warps}
+            names["padded_groups"] = padded
+            first = value(first_group, names) + turn * value(group_step, names)
+            if first >= padded:
+                continue
             A, B = np.full((16, 8), np.nan), np.full((8, 8, 8), np.nan)
             for lane in range(32):
                 g, t = lane // 4, lane % 4
-                names = {"block": block, "first": first, "lane": lane, "padded_groups": padded}
-                at = 4 * value(sum_at, names)
+                names |= {"first": first, "lane": lane}
+                at = 4 * (value(sum_at, names) + turn * value(sum_step, names))
                 for register in range(4):
                     A[g + 8 * (register % 2), t + 4 * (register // 2)] = memory[at + register]
                 for i in range(2):

@@ -17,7 +17,7 @@
 #include "numeric.cuh"
 
 constexpr int WARPS = 4;
-constexpr int MIN_BLOCKS = 5;           // an SM
+constexpr int MIN_BLOCKS = GROUP_WARPS > 1 ? 5 : __CUDA_ARCH__ == 800 ? 6 : 7;  // an SM; sm_80 would spill at 7
 constexpr int ROWS = 16, COLUMNS = 64;  // of a warp
 constexpr int FRAGMENTS = COLUMNS / 8;
 constexpr int ROW_WARPS = WARPS / GROUP_WARPS;
@@ -36,21 +36,14 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-struct Problem {
-    const Float4* sums;  // A fragments, as group_sums.cu leaves them
-    const uint16_t* delta;
-    int m, padded_n, groups, padded_groups;
-};
-
 // acc += sums * deltas for groups first .. first + 7. Sums past the last group are zero, so that any delta will do there.
-__device__ __forceinline__ void add_eight(float (&acc)[FRAGMENTS][4], const Problem& p, int first, int m0, int n0, int lane) {
-    const int64_t block = min(m0, p.m - 1) / ROWS;  // past M any sums will do: those rows are never stored
-    const Float4 sum = p.sums[(block * (p.padded_groups / 8) + first / 8) * 32 + lane];
+__device__ __forceinline__ void add_eight(float (&acc)[FRAGMENTS][4], const Float4& sum, const uint16_t* delta, int first,
+                                          int groups, int padded_n, int lane) {
     uint32_t pair[2][4];  // deltas of groups 2t and 2t + 1 in columns 16j+g and 16j+g+8
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int64_t row = min(first + lane % 4 * 2 + i, p.groups - 1);
-        slab_pairs(pair[i], p.delta + row * p.padded_n + n0, lane / 4, p.groups == 1);
+        const int64_t row = min(first + lane % 4 * 2 + i, groups - 1);
+        slab_pairs(pair[i], delta + row * padded_n, lane / 4, groups == 1);
     }
     const float a[4] = {sum.x, sum.y, sum.z, sum.w};
     uint32_t part[2][4];
@@ -101,22 +94,23 @@ __device__ __forceinline__ void add_to_pair(uint16_t* at, float low, float high)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
-    correction(const Float4* sums, const uint16_t* delta, uint16_t* c, int64_t ldc, int m, int n, int padded_n, int groups,
-               int padded_groups) {
+    correction(const Float4* sums,  // A fragments, as group_sums.cu leaves them
+               const uint16_t* delta, uint16_t* c, int64_t ldc, int m, int n, int padded_n, int groups, int padded_groups) {
     __shared__ __align__(16) uint16_t tiles[ROW_WARPS][ROWS][PITCH];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / GROUP_WARPS, group_warp = warp % GROUP_WARPS, in_tile = 32 * group_warp + lane;
     const int n0 = blockIdx.x * COLUMNS, m0 = (blockIdx.y * ROW_WARPS + row_warp) * ROWS;
-    const Problem p = {sums, delta, m, padded_n, groups, padded_groups};
     uint16_t* corner = c + m0 * ldc + n0;
     auto& tile = tiles[row_warp];
     move_c<false>(corner, ldc, tile, m - m0, n - n0, in_tile);
     copy_commit();
 
     float acc[FRAGMENTS][4] = {};
+    const int row_block = min(m0, m - 1) / ROWS;  // past M any sums will do: those rows are never stored
+    const Float4* sum = sums + (static_cast<int64_t>(row_block) * (padded_groups / 8) + group_warp) * 32 + lane;
 #pragma unroll 1
-    for (int group = 8 * group_warp; group < padded_groups; group += 8 * GROUP_WARPS)
-        add_eight(acc, p, group, m0, n0, lane);
+    for (int group = 8 * group_warp; group < padded_groups; group += 8 * GROUP_WARPS, sum += 32 * GROUP_WARPS)
+        add_eight(acc, *sum, delta + n0, group, groups, padded_n, lane);
 
     copy_wait<0>();
     float own[OWN][4];
