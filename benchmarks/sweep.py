@@ -42,7 +42,7 @@ def launcher(
     """What launches plan `p` on copy i of the weight."""
 
     def run(i: int) -> None:
-        launch.marlin(p, x, weights[i], weights[i].delta16, None, y)
+        launch.marlin(p, x, weights[i], None, y)
 
     return run
 

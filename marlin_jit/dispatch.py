@@ -282,7 +282,7 @@ def _marlin_gates(call: Call) -> Gates:
 def _marlin(call: Call, out: Array) -> None:
     w = call.weight
     assert isinstance(w, MarlinWeight)
-    launch.marlin(call.plan, call.x_aligned, w, w.delta16, call.bias, _matrix(out))
+    launch.marlin(call.plan, call.x_aligned, w, call.bias, _matrix(out))
 
 
 def _marlin_pair_gates(call: Call) -> Gates:
@@ -295,7 +295,7 @@ def _marlin_pair_gates(call: Call) -> Gates:
 def _marlin_pair(call: Call, out: Array) -> None:
     w = call.weight
     assert isinstance(w, MarlinWeight)
-    launch.marlin(call.symmetric_plan, call.x_aligned, w, None, call.bias, _matrix(out))
+    launch.marlin(call.symmetric_plan, call.x_aligned, w, call.bias, _matrix(out))
     # After the product, which would push the deltas out of L2 that this asks for.
     sums = launch.group_sums(call.x_aligned, w)
     launch.correct(sums, w, _matrix(out))

@@ -21,6 +21,7 @@ from marlin_jit.plan import (
     Limits,
     Plan,
     Problem,
+    Zeros,
     decode_build,
     decode_shapes,
     gemm_build,
@@ -50,7 +51,10 @@ def limits_of(device: DeviceInfo) -> Limits:
 def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
     """What `marlin_jit.plan` needs to know of a product."""
     padded_k, padded_n = weight.padded_shape
-    return Problem(rows, padded_k, padded_n, weight.group_size, asymmetric, weight.dtype == BFLOAT16)
+    zeros = Zeros.NONE
+    if asymmetric:
+        zeros = Zeros.DELTAS if weight.points16 is None else Zeros.POINTS
+    return Problem(rows, padded_k, padded_n, weight.group_size, zeros, weight.dtype == BFLOAT16)
 
 
 # ---- the Marlin GEMM ------------------------------------------------------------------------------------
@@ -61,18 +65,16 @@ def whole_vectors(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bias: Any, out: Matrix) -> None:
+def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix) -> None:
     """``out = x @ W (+ bias)`` by a planned kernel.
 
     Parameters
     ----------
     plan : Plan
-        For these rows and this weight.
+        For these rows and this weight, whose zero points are used as the plan's build says.
     x : Matrix [M, K]
         Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the
         next one are zero.
-    delta : cupy.ndarray or None
-        ``weight.delta16``, or None for the symmetric product. The plan's build must say the same.
     bias : cupy.ndarray [N] or None
     out : Matrix [M, N]
 
@@ -83,12 +85,13 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, delta: Array | None, bia
     kernel = _kernel(plan.build, plan.smem)
     partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
+    zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
     padded_k, padded_n = weight.padded_shape
     tail: tuple[Any, ...] = (partials, counters)
     if plan.build.name == "marlin_gemm":
         tail = (_i32(plan.split_tiles), _i32(plan.each), *tail)
     args = (
-        *(x.pointer, x.stride, weight.B, weight.scales, delta, bias, out.pointer, out.stride),
+        *(x.pointer, x.stride, weight.B, weight.scales, zeros, bias, out.pointer, out.stride),
         *(_i32(x.rows), _i32(weight.N), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
         *tail,
     )
@@ -262,8 +265,8 @@ def all_builds(arch: str) -> list[Build]:
         builds.extend(_correction_build(warps, bfloat16) for warps in (1, 2, 4))
         for group_size in (32, 64, 128, -1):
             builds.append(_sums_build(group_size, bfloat16))
-            for asymmetric in (False, True):
-                problem = Problem(1, 128, 64, group_size, asymmetric, bfloat16)
+            for zeros in Zeros:
+                problem = Problem(1, 128, 64, group_size, zeros, bfloat16)
                 tiles = dict.fromkeys(gemm_tile_shapes(problem, limits))
                 tiles |= dict.fromkeys(gemm_tile_shapes(replace(problem, padded_k=64), limits))
                 for tile in tiles:
@@ -271,7 +274,7 @@ def all_builds(arch: str) -> list[Build]:
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))
                 builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem, limits))
-    return builds
+    return list(dict.fromkeys(builds))  # tiles may take integer zero points as deltas
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 
 from marlin_jit.layout import CHUNK_N
@@ -33,6 +34,17 @@ class Build:
         return dict(self.macros)
 
 
+class Zeros(IntEnum):
+    """What a kernel does about zero points: its ``ZEROS``."""
+
+    NONE = 0
+    """Nothing: the weight is ``(q - 8)*scale``."""
+    DELTAS = 1
+    """Adds deltas, which stand for any zero."""
+    POINTS = 2
+    """Subtracts integers from the codes instead of 8. Such weights have deltas too."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a GEMM launch is planned for.
@@ -45,8 +57,8 @@ class Problem:
         The shape that B holds.
     group_size : int
         32, 64, 128 or -1.
-    asymmetric : bool
-        Whether the kernel adds delta.
+    zeros : Zeros
+        What the kernel does about zero points.
     bfloat16 : bool
         Activation type: bfloat16, else float16.
     """
@@ -55,7 +67,7 @@ class Problem:
     padded_k: int
     padded_n: int
     group_size: int
-    asymmetric: bool
+    zeros: Zeros
     bfloat16: bool
 
 
@@ -84,11 +96,11 @@ class Plan:
     microseconds: float
 
 
-def _type_macros(problem: Problem) -> tuple[tuple[str, int], ...]:
+def _type_macros(problem: Problem, zeros: Zeros) -> tuple[tuple[str, int], ...]:
     return (
         ("BF16", int(problem.bfloat16)),
         ("GROUP", 0 if problem.group_size == -1 else problem.group_size),
-        ("ASYMMETRIC", int(problem.asymmetric)),
+        ("ZEROS", int(zeros)),
     )
 
 
@@ -134,10 +146,14 @@ class GemmTile:
     def threads(self) -> int:
         return 32 * self.warps_n * self.warps_k
 
-    def stage_bytes(self, group_size: int, asymmetric: bool) -> int:
-        """Shared memory of a stage: activations, codes, scales and deltas."""
+    def zeros(self, given: Zeros) -> Zeros:
+        """How a tile takes zero points: integers as deltas too, but for the tile with registers to spare."""
+        return Zeros.DELTAS if given == Zeros.POINTS and self.warps_n < 4 else given
+
+    def stage_bytes(self, group_size: int, zeros: Zeros) -> int:
+        """Shared memory of a stage: activations, codes, scales and zeros."""
         rows = 0 if group_size == -1 else max(1, self.k_stage // group_size)
-        scales = rows * self.n_tile * 2 * (2 if asymmetric else 1)
+        scales = rows * self.n_tile * 2 * (2 if zeros else 1)
         return self.m_tile * self.k_stage * 2 + self.k_stage * self.n_tile // 2 + scales
 
     @property
@@ -183,7 +199,7 @@ _SMALL_SM = 128 * 1024
 
 def gemm_stages(tile: GemmTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
     """Stages and blocks an SM that the device's shared memory allows, or None if the tile does not fit it."""
-    stage = tile.stage_bytes(problem.group_size, problem.asymmetric)
+    stage = tile.stage_bytes(problem.group_size, problem.zeros)
     for blocks in range(tile.blocks, 0, -1):
         room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM) - _STATIC_SMEM
         stages = min(_MAX_STAGES, room // stage)
@@ -198,7 +214,7 @@ def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
         "marlin.cu",
         "marlin_gemm",
         (
-            *_type_macros(problem),
+            *_type_macros(problem, tile.zeros(problem.zeros)),
             ("M_TILE", tile.m_tile),
             ("WARPS_N", tile.warps_n),
             ("WARPS_K", tile.warps_k),
@@ -228,7 +244,7 @@ def gemm_plan(
     if fitting is None:
         return None
     stages, _ = fitting
-    smem = max(stages * tile.stage_bytes(problem.group_size, problem.asymmetric), tile.sums_bytes)
+    smem = max(stages * tile.stage_bytes(problem.group_size, problem.zeros), tile.sums_bytes)
     return Plan(
         build=gemm_build(tile, stages, problem),
         grid=(grid, 1),
@@ -312,9 +328,9 @@ class DecodeShape:
     def threads(self) -> int:
         return 32 * self.chunks * self.k_warps
 
-    def smem(self, group_size: int, asymmetric: bool) -> int:
+    def smem(self, group_size: int, zeros: Zeros) -> int:
         """The warps' buffers of activations and scales, or the exchange of sums: the larger."""
-        scales = 0 if group_size == -1 else DECODE_BLOCK_K // group_size * 128 * (2 if asymmetric else 1)
+        scales = 0 if group_size == -1 else DECODE_BLOCK_K // group_size * 128 * (2 if zeros else 1)
         buffers = 2 * (DECODE_MAX_M * (DECODE_BLOCK_K * 2 + 16) + scales)
         return self.chunks * self.k_warps * max(buffers, DECODE_MAX_M * 68 * 4)
 
@@ -328,18 +344,18 @@ def decode_shapes(problem: Problem, limits: Limits) -> tuple[DecodeShape, ...]:
 
     What small groups keep apart does not fit 128 registers a thread, nor does compute capability 10.
     """
-    small = problem.group_size == 32 or (problem.group_size == 64 and problem.asymmetric)
+    small = problem.group_size == 32 or (problem.group_size == 64 and problem.zeros)
     roomy = small or limits.major == 10
     return DECODE_SHAPES_ROOMY if roomy else DECODE_SHAPES
 
 
 def decode_build(shape: DecodeShape, problem: Problem) -> Build:
-    """The build of decode.cu for a block shape."""
+    """The build of decode.cu for a block shape, taking zero points as the problem says."""
     return Build(
         "decode.cu",
         "marlin_decode",
         (
-            *_type_macros(problem),
+            *_type_macros(problem, problem.zeros),
             ("CHUNKS", shape.chunks),
             ("K_WARPS", shape.k_warps),
             ("MIN_BLOCKS", shape.blocks),
@@ -349,7 +365,7 @@ def decode_build(shape: DecodeShape, problem: Problem) -> Build:
 
 def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits) -> Plan | None:
     """The plan of one block shape with k split over `split` blocks, or None if it does not fit the device."""
-    smem = shape.smem(problem.group_size, problem.asymmetric)
+    smem = shape.smem(problem.group_size, problem.zeros)
     with_static = smem + _STATIC_SMEM
     if with_static > limits.smem_per_block:
         return None
@@ -377,9 +393,10 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
         for split in range(1, 9):
             if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
                 continue
-            plan = decode_plan(shape, split, problem, limits)
-            if plan is not None:
-                yield plan
+            for zeros in (Zeros.DELTAS, Zeros.POINTS) if problem.zeros == Zeros.POINTS else (problem.zeros,):
+                plan = decode_plan(shape, split, replace(problem, zeros=zeros), limits)
+                if plan is not None:
+                    yield plan
 
 
 # ---- the model ------------------------------------------------------------------------------------------
@@ -396,14 +413,14 @@ def _stream_microseconds(problem: Problem) -> float:
     """Time to read the weight and the activations, and to write the output, once."""
     groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
     weight = problem.padded_k * problem.padded_n / 2
-    scales = 2 * groups * problem.padded_n * (2 if problem.asymmetric else 1)
+    scales = 2 * groups * problem.padded_n * (2 if problem.zeros else 1)
     return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / _STREAM
 
 
 def _unit_microseconds(tile: GemmTile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
-    if problem.asymmetric:
+    if problem.zeros:
         chunk += 0.008
     return chunk * tile.warps_n * tile.k_stage / 128
 
@@ -455,10 +472,12 @@ def _decode_microseconds(
     alone = blocks <= limits.sm_count or shape.blocks == 1
     # Blocks of 128 k that a warp takes one after the other: 16 warps an SM share what 8 do not exhaust.
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    pace = steps * (0.93 if alone else 1.23)
+    # Deltas take instructions in every block; zero points make the first weights of a block wait for them.
+    pace = steps * (0.93 if alone else 1.23) * (1.1 if problem.zeros == Zeros.DELTAS else 1.0)
+    wait = 0.25 if problem.zeros == Zeros.POINTS else 0.0
     # Warps that wait for each other and memory that is busy hide behind each other, but not completely.
     work = math.pow(pace**3 + _stream_microseconds(problem) ** 3, 1 / 3)
-    return 2.7 + work + 0.9 * (waves - 1) + (1.15 if split > 1 else 0.0)
+    return 2.7 + wait + work + 0.9 * (waves - 1) + (1.15 if split > 1 else 0.0)
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:

@@ -240,6 +240,9 @@ class MarlinWeight:
     ----------
     delta16 : array [G, Np] or None
         `delta` rounded to the dtype of the scales, as kernels read it.
+    points16 : array [G, Np] or None
+        Where every zero point z is an integer (``delta = (8 - z)*scale``, z in 0..16): -(1024 + z) in float16
+        or -(128 + z) in bfloat16, which kernels add to the bits of a code. None for other weights.
     fp16_cache : array [K, N] or None
         The dequantized weight, rows in source order, after :meth:`cache_fp16`.
 
@@ -256,6 +259,7 @@ class MarlinWeight:
     group_size: int
     perm: Array | None = None
     delta16: Array | None = field(default=None, init=False, repr=False)
+    points16: Array | None = field(default=None, init=False, repr=False)
     fp16_cache: Array | None = field(default=None, init=False, repr=False)
 
     # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
@@ -290,6 +294,7 @@ class MarlinWeight:
                 # Made here, where the check below waits for the device: every stream finds it ready.
                 with np.errstate(over="ignore", invalid="ignore"):
                     object.__setattr__(self, "delta16", self.delta.astype(self.scales.dtype))
+                object.__setattr__(self, "points16", _points16(xp, self.scales, self.delta))
             in_order = None if self.perm is None else xp.sort(self.perm) == xp.arange(K, dtype=np.int32)
             _check_values(
                 xp,
@@ -417,6 +422,21 @@ class MarlinWeight:
     def drop_fp16(self) -> None:
         """Free what :meth:`cache_fp16` made."""
         object.__setattr__(self, "fp16_cache", None)
+
+
+def _points16(xp: Any, scales: Array, delta: Array) -> Array | None:
+    """`MarlinWeight.points16` of a weight whose arrays may still hold what is not finite."""
+    with np.errstate(all="ignore"):
+        scale = scales.astype(np.float32)
+        from_8 = delta / xp.where(scale == 0, np.float32(1), scale)
+        from_8 = xp.rint(from_8, out=from_8)
+        # Exact: the product of an 11-bit scale and 8 - z has no rounding.
+        integer = (scale * from_8 == delta) & (xp.abs(from_8) <= 8)
+    if not bool(integer.all()):
+        return None
+    code_0 = 1024 if scales.dtype == FLOAT16 else 128  # the last place of either is 1
+    points: Array = (from_8 - (code_0 + 8)).astype(scales.dtype)
+    return points
 
 
 def _check_array(name: str, array: Array, dtypes: tuple[Any, ...], ndim: int) -> None:

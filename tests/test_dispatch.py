@@ -425,14 +425,12 @@ class PlayedGpu:
         y = rows_of(x).astype(np.float64) @ w64
         rows_of(out)[...] = y if bias is None else y + bias.astype(np.float64)
 
-    def marlin(
-        self, p: plan.Plan, x: launch.Matrix, w: Any, delta: Any, bias: Any, out: launch.Matrix
-    ) -> None:
-        name = "symmetric" if delta is None else "fused"
-        assert p.build.defines["ASYMMETRIC"] == (delta is not None)
-        self._note(name)
+    def marlin(self, p: plan.Plan, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix) -> None:
+        zeros = p.build.defines["ZEROS"]
+        self._note("fused" if zeros else "symmetric")
+        assert (None, w.delta16, w.points16)[zeros] is not None or zeros == 0
         plain = mj.unpack(w)
-        self._product(x, weight64(plain if delta is not None else replace(plain, zero=None)), bias, out)
+        self._product(x, weight64(plain if zeros else replace(plain, zero=None)), bias, out)
 
     def group_sums(self, x: launch.Matrix, w: Any) -> np.ndarray:
         self._note("group_sums")
@@ -524,13 +522,32 @@ def test_which_path_is_taken(gpu: PlayedGpu, packed: Any, rng: np.random.Generat
     assert mj.explain(x, packed).path == "marlin"
 
 
+@pytest.mark.parametrize(
+    ("kind", "zeros"),
+    [
+        ("symmetric", plan.Zeros.NONE),
+        ("zero points", plan.Zeros.POINTS),
+        ("activation order", plan.Zeros.POINTS),
+        ("real zeros", plan.Zeros.DELTAS),
+    ],
+)
+def test_the_planner_is_told_what_zeros_a_weight_has(
+    gpu: PlayedGpu, rng: np.random.Generator, kind: str, zeros: plan.Zeros
+) -> None:
+    w = mj.pack(plain_weight(rng, kind))
+    for rows in (3, 40):
+        answer = mj.explain(activations(rng, rows, 192), w)
+        problem = plan.Problem(rows, 192, 128, 64, zeros, False)
+        assert answer.plan == plan.choose(problem, plan.Limits(132, 232448, 233472, 9))
+
+
 def test_explain_shows_the_plan(gpu: PlayedGpu, packed: Any, rng: np.random.Generator) -> None:
     answer = mj.explain(activations(rng, 40, 256), packed)
     limits = plan.Limits(132, 232448, 233472, 9)
-    expected = plan.choose(plan.Problem(40, 256, 128, 64, True, False), limits)
+    expected = plan.choose(plan.Problem(40, 256, 128, 64, plan.Zeros.POINTS, False), limits)
     assert answer.plan == expected
     last = str(answer).splitlines()[-1]
-    assert "marlin_gemm (BF16=0, GROUP=64, ASYMMETRIC=1" in last
+    assert "marlin_gemm (BF16=0, GROUP=64, ZEROS=1" in last
     assert f"grid {expected.grid}, {expected.threads} threads" in last
     assert mj.explain(np.empty((0, 256), FP16), packed).plan is None
 
@@ -589,7 +606,10 @@ def test_a_refusal_concerns_one_build(gpu: PlayedGpu, packed: Any, rng: np.rando
     del gpu.failing["fused"]
     assert mj.explain(activations(rng, 3, 256), packed).path == "native"
     limits = plan.Limits(132, 232448, 233472, 9)
-    builds = {m: plan.choose(plan.Problem(m, 256, 128, 64, True, False), limits).build for m in (3, 64, 4000)}
+    builds = {
+        m: plan.choose(plan.Problem(m, 256, 128, 64, plan.Zeros.POINTS, False), limits).build
+        for m in (3, 64, 4000)
+    }
     others = [m for m, build in builds.items() if build != builds[3]]
     assert others
     for m in others:

@@ -21,7 +21,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 FP16 = np.dtype(np.float16)
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4  # PTX: groupID and threadID_in_group
-PROBLEM = plan.Problem(1, 128, 64, 128, True, False)
+PROBLEM = plan.Problem(1, 128, 64, 128, plan.Zeros.DELTAS, False)
 
 SCALE_POSITION = kernel_source.function("layout.cuh", "scale_position(int n, bool one_group)")
 CODE_AT = kernel_source.function("layout.cuh", "code_at(const uint32_t* b, int padded_n, int k, int n)")
@@ -50,48 +50,83 @@ def _round(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return values.astype(np.float32).astype(dtype)
 
 
-def centered_fp16(q: np.ndarray, r: int) -> np.ndarray:
-    text = kernel_source.find(
-        "numeric.cuh", r"struct Fp16 .*?uint32_t centered\(uint32_t q\) \{(.*?)\} static"
-    )[1]
+def _method(name: str, signature: str) -> str:
+    """The body of a one- or two-line method of Fp16 or Bf16."""
+    return kernel_source.find("numeric.cuh", rf"struct {name} .*?{signature} \{{(.*?)\}}")[1]
+
+
+def code_fp16(q: np.ndarray, r: int, minus: np.ndarray) -> np.ndarray:
+    """`Fp16::code<R>`."""
+    text = _method("Fp16", r"uint32_t code\(uint32_t q, uint32_t minus\)")
     low, high = re.findall(r"mask_or<(0x[0-9a-f]+), (0x[0-9a-f]+)>\(q\)", text)
     assert "if (R % 2) q >>= 8;" in text
+    assert "if (R < 2) return add(mask_or" in text and text.strip().endswith(", sixteenth, minus);")
     q = q >> (8 if r % 2 else 0)
-    if r < 2:
-        value = _half2((q & int(low[0], 16)) | int(low[1], 16), FP16)
-        return _round(value - _half2(np.uint32(_number(text, "minus_1032")), FP16), FP16)
-    value = _half2((q & int(high[0], 16)) | int(high[1], 16), FP16)
-    sixteenth, minus = (_half2(np.uint32(_number(text, n)), FP16) for n in ("sixteenth", "minus_72"))
-    return _round(value * sixteenth + minus, FP16)
+    mask, bits = low if r < 2 else high
+    value = _half2((q & int(mask, 16)) | int(bits, 16), FP16)
+    return _round(value * (1 if r < 2 else _half2(np.uint32(_number(text, "sixteenth")), FP16)) + minus, FP16)
 
 
-def centered_bf16(q: np.ndarray, r: int) -> np.ndarray:
-    text = kernel_source.find(
-        "numeric.cuh", r"struct Bf16 .*?uint32_t centered\(uint32_t q\) \{(.*?)\} static"
-    )[1]
-    mask, bits, shift = re.search(r"mask_or<(0x[0-9a-f]+), (0x[0-9a-f]+)>\(q >> \((.*?)\)\)", text).groups()
+def code_bf16(q: np.ndarray, r: int, minus: np.ndarray) -> np.ndarray:
+    """`Bf16::code<R>`."""
+    text = _method("Bf16", r"uint32_t code\(uint32_t q, uint32_t minus\)")
+    mask, bits, shift = re.search(
+        r"fma\(mask_or<(0x[0-9a-f]+), (0x[0-9a-f]+)>\(q >> \((.*?)\)\), ONES, minus\)", text
+    ).groups()
     q = q >> kernel_source.value(shift, {"R": r})
-    value = _half2((q & int(mask, 16)) | int(bits, 16), BF16)
-    one, minus = (_half2(np.uint32(_number(text, n)), BF16) for n in ("one", "minus_136"))
-    return _round(value * one + minus, BF16)
+    return _round(_half2((q & int(mask, 16)) | int(bits, 16), BF16) + minus, BF16)
 
 
-CENTERED = {FP16: centered_fp16, BF16: centered_bf16}
+CODE = {FP16: code_fp16, BF16: code_bf16}
+
+
+def centered(q: np.ndarray, r: int, dtype: np.dtype) -> np.ndarray:
+    """`centered<R>`: the code of which 8 is taken away."""
+    text = _struct("Fp16" if dtype == FP16 else "Bf16")
+    name = "MINUS_8" if r < 2 or "MINUS_8_UPPER = MINUS_8;" in text else "MINUS_8_UPPER"
+    return CODE[dtype](q, r, _half2(np.uint32(_number(text, name)), dtype))
+
+
+def words_with(nibble: int, code: int) -> np.ndarray:
+    background = np.array([0, 0xFFFFFFFF, 0x5A5A5A5A, 0x13579BDF], np.uint32)
+    return background & np.uint32(~(15 << 4 * nibble) & 0xFFFFFFFF) | np.uint32(code << 4 * nibble)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_every_code_in_every_nibble(dtype: np.dtype) -> None:
     """Register R takes nibbles R//2 + 2*(R%2) (low half) and that plus 4 (high half), exactly as q - 8."""
-    background = np.array([0, 0xFFFFFFFF, 0x5A5A5A5A, 0x13579BDF], np.uint32)
     for nibble in range(8):
         for code in range(16):
-            cleared = background & np.uint32(~(15 << 4 * nibble) & 0xFFFFFFFF)
-            words = cleared | np.uint32(code << 4 * nibble)
             high, pair = nibble // 4, nibble % 4
             r = pair // 2 + 2 * (pair % 2)
-            values = CENTERED[dtype](words, r)
+            values = centered(words_with(nibble, code), r, dtype)
             assert values.dtype == dtype
             assert (values[:, high].astype(np.float64) == code - 8).all(), (nibble, code)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_every_code_less_every_zero_point(dtype: np.dtype) -> None:
+    """`points16` takes any zero point away from any code exactly, in the upper registers too."""
+    scale = np.full((1, 64), 0.37, np.float32).astype(dtype)
+    for z in range(17):
+        points = np.full((1, 64), z, np.uint8)
+        points[0, 0] = 3  # not all 8, which would be a symmetric weight
+        q = np.zeros((16, 64), np.uint8)
+        weight = mj.pack(mj.QuantWeight.from_zero_points(q, scale, points, -1))
+        assert weight.points16.dtype == dtype
+        minus = float(weight.points16[0, SCALE_POSITION(1, True)])
+        upper = minus
+        if dtype == FP16:
+            added = re.search(
+                r"return add\(minus, (0x[0-9a-f]+)\);", _method("Fp16", r"upper\(uint32_t minus\)")
+            )
+            upper = float(_round(minus + _half2(np.uint32(int(added[1], 16)), FP16), FP16)[0])
+        for nibble in range(8):
+            for code in range(16):
+                high, pair = nibble // 4, nibble % 4
+                r = pair // 2 + 2 * (pair % 2)
+                values = CODE[dtype](words_with(nibble, code), r, np.float64(minus if r < 2 else upper))
+                assert (values[:, high].astype(np.float64) == code - z).all(), (nibble, code, z)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -121,7 +156,7 @@ def test_a_word_of_b_is_an_a_fragment(dtype: np.dtype, rng: np.random.Generator)
             for j in range(4):
                 A = np.full((16, 16), np.nan)
                 for r in range(4):
-                    values = CENTERED[dtype](vectors[:, j], r).astype(np.float64)
+                    values = centered(vectors[:, j], r, dtype).astype(np.float64)
                     for half in range(2):
                         A[a_fragment_place(r, half)] = values[:, half]
                 n0 = 64 * chunk + 16 * j
@@ -140,10 +175,10 @@ TILES = sorted(
     {
         tile
         for limits in launch.ARCH_LIMITS.values()
-        for asymmetric in (False, True)
+        for zeros in plan.Zeros
         for problem in (
-            plan.Problem(1, 128, 64, 128, asymmetric, False),
-            plan.Problem(1, 64, 64, -1, asymmetric, False),
+            plan.Problem(1, 128, 64, 128, zeros, False),
+            plan.Problem(1, 64, 64, -1, zeros, False),
         )
         for tile in plan.gemm_tile_shapes(problem, plan.Limits(132, *limits))
     },

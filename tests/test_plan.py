@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from marlin_jit import launch, plan
 from marlin_jit.layout import padded_shape
-from marlin_jit.plan import Limits, Plan, Problem
+from marlin_jit.plan import Limits, Plan, Problem, Zeros
 
 ARCHS = sorted(launch.ARCH_LIMITS)
 GROUPS = (32, 64, 128, -1)
@@ -25,10 +25,10 @@ TILES = sorted(
     {
         tile
         for arch in ARCHS
-        for asymmetric in (False, True)
+        for zeros in Zeros
         for problem in (
-            Problem(1, 128, 64, 128, asymmetric, False),
-            Problem(1, 64, 64, -1, asymmetric, False),
+            Problem(1, 128, 64, 128, zeros, False),
+            Problem(1, 64, 64, -1, zeros, False),
         )
         for tile in plan.gemm_tile_shapes(problem, Limits(132, *launch.ARCH_LIMITS[arch]))
     },
@@ -73,7 +73,7 @@ def problems(draw: st.DrawFn, max_m: int = 8192, max_n: int = 262144, max_k: int
     if group_size != -1:
         k = -(-k // group_size) * group_size
     padded_k, padded_n = padded_shape(k, n, group_size)
-    return Problem(m, padded_k, padded_n, group_size, draw(st.booleans()), draw(st.booleans()))
+    return Problem(m, padded_k, padded_n, group_size, draw(st.sampled_from(Zeros)), draw(st.booleans()))
 
 
 devices = st.builds(
@@ -83,7 +83,7 @@ devices = st.builds(
 )
 
 
-PLAIN = Problem(1, 128, 64, 128, False, False)
+PLAIN = Problem(1, 128, 64, 128, Zeros.NONE, False)
 
 
 def gemm_tile(p: Plan) -> plan.GemmTile:
@@ -126,8 +126,8 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
     per_block, per_sm, major = launch.ARCH_LIMITS[arch]
     limits = Limits(132, per_block, per_sm, major)
     for group_size in GROUPS:
-        for asymmetric in (False, True):
-            problem = Problem(1, 128, 64, group_size, asymmetric, False)
+        for zeros in Zeros:
+            problem = Problem(1, 128, 64, group_size, zeros, False)
             for tile in plan.gemm_tile_shapes(problem, limits):
                 p, fitting = (
                     plan.gemm_plan(tile, 1, 0, 0, problem, limits),
@@ -150,11 +150,10 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
 def test_every_architecture_has_a_tile_for_every_weight(arch: str) -> None:
     limits = Limits(80, *launch.ARCH_LIMITS[arch])
     for group_size in GROUPS:
-        for asymmetric in (False, True):
+        for zeros in Zeros:
             for m in (1, 17, 300):
                 names = {
-                    p.build.name
-                    for p in plan.plans(Problem(m, 1024, 1024, group_size, asymmetric, False), limits)
+                    p.build.name for p in plan.plans(Problem(m, 1024, 1024, group_size, zeros, False), limits)
                 }
                 assert "marlin_gemm" in names
 
@@ -162,32 +161,30 @@ def test_every_architecture_has_a_tile_for_every_weight(arch: str) -> None:
 def test_sizes_are_those_the_gemm_kernel_uses() -> None:
     for tile in TILES:
         for group_size in GROUPS:
-            for asymmetric in (False, True):
-                problem = Problem(1, 128, 64, group_size, asymmetric, False)
+            for zeros in Zeros:
+                problem = Problem(1, 128, 64, group_size, zeros, False)
                 c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, problem).defines)
                 assert tile.threads == c.THREADS
                 assert tile.n_tile == c.TILE_N
-                assert tile.stage_bytes(group_size, asymmetric) == c.STAGE_BYTES
+                assert tile.stage_bytes(group_size, zeros) == c.STAGE_BYTES
                 sent = (4 - c.OWN) * c.WARPS_K * c.M_BLOCKS * c.WARPS_N * 32 * 16 if c.WARPS_K > 1 else 0
                 leaving = c.M_TILE * (c.TILE_N + 8) * 2
                 assert tile.sums_bytes >= max(sent, leaving)
                 assert tile.partial_bytes == c.OWN * c.M_BLOCKS * c.THREADS * 16
-                assert c.STAGE_BYTES % 16 == c.S_AT % 16 == c.D_AT % 16 == 0
+                assert c.STAGE_BYTES % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
 
 
 def test_sizes_are_those_the_decode_kernel_uses() -> None:
     for group_size in GROUPS:
-        for asymmetric in (False, True):
-            problem = Problem(1, 128, 64, group_size, asymmetric, False)
+        for zeros in Zeros:
+            problem = Problem(1, 128, 64, group_size, zeros, False)
             for shape in plan.decode_shapes(problem, H200):
                 c = kernel_source.constants("decode.cu", plan.decode_build(shape, problem).defines)
                 assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, plan.DECODE_MAX_M)
                 assert shape.threads == c.THREADS
                 warps = c.CHUNKS * c.K_WARPS
-                assert shape.smem(group_size, asymmetric) >= warps * max(
-                    2 * c.BUFFER, c.ROWS * c.SUM_PITCH * 4
-                )
-                assert c.BUFFER % 16 == c.S_AT % 16 == c.D_AT % 16 == 0
+                assert shape.smem(group_size, zeros) >= warps * max(2 * c.BUFFER, c.ROWS * c.SUM_PITCH * 4)
+                assert c.BUFFER % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
 
 
 # ---- how marlin_gemm deals out work ---------------------------------------------------------------------
@@ -288,7 +285,7 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
 def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.GemmTile) -> None:
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PLAIN).defines)
     tile_at = kernel_source.function("marlin.cu", "tile_at(int index, const Problem& p)", vars(c))
-    problem = Problem(m, 128, 64 * chunks, 128, False, False)
+    problem = Problem(m, 128, 64 * chunks, 128, Zeros.NONE, False)
     p = SimpleNamespace(m=m, padded_n=64 * chunks)
     tiles, _ = plan.gemm_tiles(tile, problem)
     assume(tiles < 20000)
@@ -351,14 +348,16 @@ def test_more_rows_do_not_take_much_less_time(arch: str, N: int, K: int, group_s
     """A plan for more rows would do for fewer; not every tile is tried for every M, hence 15%."""
     limits = Limits(132, *launch.ARCH_LIMITS[arch])
     rows = [*range(1, 65), *range(65, 8193, 64)]
-    times = [plan.choose(Problem(m, K, N, group_size, True, False), limits).microseconds for m in rows]
+    times = [
+        plan.choose(Problem(m, K, N, group_size, Zeros.POINTS, False), limits).microseconds for m in rows
+    ]
     for before, after, m in zip(times, times[1:], rows[1:], strict=False):
         assert after >= 0.85 * before, f"M = {m}"
 
 
 def test_few_rows_are_decoded_and_many_are_not() -> None:
     def name(m: int) -> str:
-        return plan.choose(Problem(m, 4096, 4096, 128, False, False), H200).build.name
+        return plan.choose(Problem(m, 4096, 4096, 128, Zeros.NONE, False), H200).build.name
 
     assert name(1) == "marlin_decode"
     assert {name(m) for m in (9, 16, 100, 4096)} == {"marlin_gemm"}
@@ -367,7 +366,7 @@ def test_few_rows_are_decoded_and_many_are_not() -> None:
 @pytest.mark.parametrize("m", [0, -1])
 def test_a_plan_needs_rows(m: int) -> None:
     with pytest.raises(ValueError, match="at least one row"):
-        plan.plans(Problem(m, 128, 64, 128, False, False), H200)
+        plan.plans(Problem(m, 128, 64, 128, Zeros.NONE, False), H200)
 
 
 def test_sizes_of_the_extremes() -> None:
@@ -379,13 +378,26 @@ def test_sizes_of_the_extremes() -> None:
         (8192, 64, 64),
         (257, 262144, 64),
     ]:
-        p = plan.choose(Problem(m, k, n, 128 if k > 64 else -1, True, True), H200)
+        p = plan.choose(Problem(m, k, n, 128 if k > 64 else -1, Zeros.POINTS, True), H200)
         assert p.partial_bytes <= 256 << 20
         if p.build.name == "marlin_gemm":
-            tiles, units = plan.gemm_tiles(gemm_tile(p), Problem(m, k, n, 128, True, True))
+            tiles, units = plan.gemm_tiles(gemm_tile(p), Problem(m, k, n, 128, Zeros.POINTS, True))
             assert max(tiles, p.split_tiles * units) < 2**31
 
 
 @pytest.mark.parametrize(("pieces", "warps"), [(1, 4), (660, 4), (661, 2), (1320, 2), (1321, 1), (10**6, 1)])
 def test_few_pieces_of_a_correction_are_shared_by_more_warps(pieces: int, warps: int) -> None:
     assert launch.correction_group_warps(pieces, 132) == warps
+
+
+def test_integer_zero_points_are_taken_from_codes_where_that_is_faster() -> None:
+    """As measured on an H200 (docs/notes/gemm.md and decode.md); other zeros never are."""
+    chosen = {
+        (m, k, n): plan.choose(Problem(m, k, n, 128, Zeros.POINTS, False), H200).build.defines["ZEROS"]
+        for m, k, n in ((8, 4096, 28672), (4096, 4096, 28672), (8, 4096, 4096), (64, 4096, 28672))
+    }
+    assert list(chosen.values()) == [Zeros.POINTS, Zeros.POINTS, Zeros.DELTAS, Zeros.DELTAS]
+    for m in (1, 8, 16, 64, 300, 4096):
+        for zeros in (Zeros.NONE, Zeros.DELTAS):
+            for p in plan.plans(Problem(m, 4096, 28672, 128, zeros, False), H200):
+                assert p.build.defines["ZEROS"] == zeros

@@ -12,6 +12,7 @@ import pytest
 from helpers import assert_same_bits, random_codes, random_scales
 
 import marlin_jit
+from marlin_jit import layout
 from marlin_jit._array import namespace
 from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ShapeError, ValueRangeError
 from marlin_jit.pack import dequantize, pack
@@ -19,6 +20,7 @@ from marlin_jit.quantize import quantize
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 BF16 = ml_dtypes.bfloat16
+FP16 = np.dtype(np.float16)
 
 
 def parts(K=128, N=64, groups=2, dtype=np.float16):
@@ -314,6 +316,42 @@ def test_delta16_is_delta_rounded_once():
     assert_same_bits(weight.delta16, weight.delta.astype(np.float16))
     assert weight.delta16 is weight.delta16
     assert MarlinWeight(**marlin_parts(delta=None)).delta16 is None
+
+
+@pytest.mark.parametrize(("dtype", "code_0"), [(FP16, 1024), (BF16, 128)])
+def test_points16_are_the_integer_zero_points(rng, dtype, code_0):
+    zero_point = rng.integers(0, 17, (2, 70))
+    scale = rng.uniform(-1, 1, (2, 70)).astype(np.float32).astype(dtype)
+    scale[0, :2] = 0, np.finfo(np.float32).tiny if dtype == BF16 else 6e-8  # nothing; subnormal in float16
+    weight = pack(QuantWeight.from_zero_points(random_codes(rng, 128, 70), scale, zero_point, 64))
+    assert weight.points16.dtype == dtype
+    expected = np.full((2, 128), 8)  # of the pad, and where the scale is 0 and so is the weight
+    expected[:, :70] = zero_point
+    expected[0, 0] = 8
+    assert np.array_equal(weight.points16.astype(np.float64), -(code_0 + layout.permute_scales(expected)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda delta, scale: delta + scale / 2,
+        lambda delta, scale: np.nextafter(delta, np.float32(np.inf)),
+        lambda delta, scale: -9 * scale,  # 17
+        lambda delta, scale: 9 * scale,  # -1
+    ],
+    ids=["a half", "the next float32", "17", "-1"],
+)
+def test_one_zero_that_is_no_zero_point_leaves_deltas(change):
+    scales = np.full((2, 64), 0.37, FP16)
+    delta = 3 * scales.astype(np.float32)
+    assert MarlinWeight(**marlin_parts(scales=scales, delta=delta)).points16 is not None
+    delta[1, 63] = change(delta[1, 63], scales[1, 63].astype(np.float32))
+    weight = MarlinWeight(**marlin_parts(scales=scales, delta=delta))
+    assert weight.points16 is None
+    assert weight.delta16 is not None
+    scales[1, 63] = 0  # a constant, which no zero point makes
+    assert MarlinWeight(**marlin_parts(scales=scales, delta=delta)).points16 is None
+    assert MarlinWeight(**marlin_parts(delta=None)).points16 is None
 
 
 def test_astype_keeps_integer_zero_points(rng):

@@ -1,8 +1,8 @@
 // marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 8, bound by reading W once.
 //
 // What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
-// group the mma adds exact integers q - 8 times A, then acc += scale * sum (+ delta * group sum of A, which one more
-// mma with an all-ones fragment delivers). Weights are never rounded.
+// group the mma adds exact integers q - 8 (or q - z, z an integer zero point) times A, then acc += scale * sum. A real
+// zero adds delta * group sum of A, which one more mma with an all-ones fragment delivers. Weights are never rounded.
 //
 // Who holds what. A warp takes one chunk of 64 columns and a contiguous run of k in blocks of 128. Each lane's share of
 // a block is eight 16-byte vectors of B, loaded straight into registers; each is reloaded for the next block as soon
@@ -13,8 +13,8 @@
 // further. Sums over warps go through shared memory, sums over blocks through `partials`, both in a fixed order; the
 // block that arrives last adds and leaves the counter at zero.
 //
-// Build constants: BF16, CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column),
-// ASYMMETRIC (0, 1), MIN_BLOCKS.
+// Build constants: BF16, CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas,
+// 2 = zero points), MIN_BLOCKS.
 #include "layout.cuh"
 #include "numeric.cuh"
 
@@ -26,9 +26,9 @@ constexpr int SCALE_ROWS = GROUP == 0 ? 0 : BLOCK_K / (GROUP == 0 ? 1 : GROUP);
 constexpr int GROUP_STEPS = GROUP == 0 ? STEPS : GROUP / 16;
 
 constexpr int A_PITCH = BLOCK_K * 2 + 16;  // bytes; the odd 16 spread the rows of an ldmatrix over the banks
-constexpr int S_AT = ROWS * A_PITCH;  // one 128-byte row of the chunk's 64 scales a group, then the same of deltas
-constexpr int D_AT = S_AT + SCALE_ROWS * 128;
-constexpr int BUFFER = D_AT + (ASYMMETRIC ? SCALE_ROWS * 128 : 0);
+constexpr int S_AT = ROWS * A_PITCH;  // one 128-byte row of the chunk's 64 scales a group, then the same of zeros
+constexpr int Z_AT = S_AT + SCALE_ROWS * 128;
+constexpr int BUFFER = Z_AT + (ZEROS ? SCALE_ROWS * 128 : 0);
 constexpr int SUM_PITCH = 68;  // floats; lanes of a fragment (row 2t, column g) then meet no bank twice
 
 // Keeps the old value where the predicate is false.
@@ -43,12 +43,12 @@ __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool
 struct Problem {
     const uint16_t* a;
     int64_t lda;
-    const uint16_t *scales, *delta;
+    const uint16_t *scales, *zeros;  // as in marlin.cu
     int m, k, padded_n, groups;
 };
 
 // One lane's share of the copies of a k-block into its warp's buffer: activations (two rows of 256 bytes a pass; rows
-// from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and deltas (eight lanes a
+// from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and zeros (eight lanes a
 // row; rows past the last group meet zero activations, so any finite one will do). Addresses are made anew from the
 // block's number: registers are scarcer here than instructions.
 __device__ __forceinline__ void load_block(uint32_t buffer, const Problem& p, int chunk, int block) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_block(uint32_t buffer, const Problem& p, in
         const int group = min(block * SCALE_ROWS + lane / 8, p.groups - 1);
         const int64_t at = static_cast<int64_t>(group) * p.padded_n + chunk * 64 + lane % 8 * 8;
         copy_async16(buffer + S_AT + lane * 16, p.scales + at, 16);
-        if (ASYMMETRIC) copy_async16(buffer + D_AT + lane * 16, p.delta + at, 16);
+        if (ZEROS) copy_async16(buffer + Z_AT + lane * 16, p.zeros + at, 16);
     }
     copy_commit();
 }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store(Float4 sum, const uint16_t* bias, uint16_t
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
+    marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
                   const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
                   Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
     const uint32_t row_bytes = 8 * padded_n;  // of one k16 of W
     const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + static_cast<int64_t>(first) * STEPS * row_bytes;
-    const Problem p = {a, lda, scales, delta, m, k, padded_n, GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP)};
+    const Problem p = {a, lda, scales, zeros, m, k, padded_n, GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP)};
 
     Sums acc = {};
     float a_sum[4] = {};
@@ -143,6 +143,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
         uint32_t here = mine;
         Sums sum = {};
+        ZeroPoints points[4];
+        if (GROUP == 0 && ZEROS == 2) {
+            uint32_t pair[4];
+            slab_pairs(pair, zeros + chunk * 64, g, true);
+#pragma unroll
+            for (int j = 0; j < 4; j++) points[j] = zero_points(pair[j]);
+        }
         for (int block = first; block < last; block++) {
             const bool more = block + 1 < last;
             __syncwarp();  // everybody has left the buffer that is filled next
@@ -156,6 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
 #pragma unroll
             for (int step = 0; step < STEPS; step += 2) {
+                if (GROUP != 0 && ZEROS == 2 && step % GROUP_STEPS == 0) {
+                    uint32_t pair[4];
+                    load_shared16(pair, here + Z_AT + step / GROUP_STEPS * 128 + g * 16);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) points[j] = zero_points(pair[j]);
+                }
                 uint32_t f[4];  // {b0, b1} of step, {b0, b1} of step + 1
                 load_matrix4(f, from + step * 32);
 #pragma unroll
@@ -164,12 +177,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         uint32_t codes[4];
-                        centered(codes, q[j]);
+                        if (ZEROS == 2)
+                            shifted(codes, q[j], points[j]);
+                        else
+                            centered(codes, q[j]);
                         Type::mma(sum[j], codes, f[2 * e], f[2 * e + 1]);
                     }
                     load_stream16_if(w[step + e], next_w, step < STEPS / 2 ? more : more_upper);
                     next_w += row_bytes;
-                    if (ASYMMETRIC) {
+                    if (ZEROS == 1) {
                         const uint32_t ones[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
                         Type::mma(a_sum, ones, f[2 * e], f[2 * e + 1]);
                     }
@@ -180,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     add_scaled(acc, sum, pair);
 #pragma unroll
                     for (int i = 0; i < 16; i++) (&sum[0][0])[i] = 0.f;
-                    if (ASYMMETRIC) {
-                        load_shared16(pair, here + D_AT + step / GROUP_STEPS * 128 + g * 16);
+                    if (ZEROS == 1) {
+                        load_shared16(pair, here + Z_AT + step / GROUP_STEPS * 128 + g * 16);
                         add_correction(acc, a_sum, pair);
 #pragma unroll
                         for (int i = 0; i < 4; i++) a_sum[i] = 0.f;
@@ -194,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             uint32_t pair[4];
             slab_pairs(pair, scales + chunk * 64, g, true);
             add_scaled(acc, sum, pair);
-            if (ASYMMETRIC) {
-                slab_pairs(pair, delta + chunk * 64, g, true);
+            if (ZEROS == 1) {
+                slab_pairs(pair, zeros + chunk * 64, g, true);
                 add_correction(acc, a_sum, pair);
             }
         }

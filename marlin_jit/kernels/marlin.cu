@@ -1,8 +1,9 @@
 // marlin_gemm: C[M, N] = A[M, K] @ W[K, N] (+ bias), W in the Marlin format, on tensor cores (mma.sync, sm_80 and up).
 //
 // What is computed. The transpose: C^T = W^T A^T, so that one 32-bit word of B is exactly one mma A fragment
-// (16 columns n x 16 rows k) and activations are the B operand, eight rows m at a time. Weights become
-// (q - 8) * scale + delta in the activation type; products are accumulated in float32.
+// (16 columns n x 16 rows k) and activations are the B operand, eight rows m at a time. Weights become (q - 8) * scale,
+// with deltas (q - 8) * scale + delta, with integer zero points (q - z) * scale, in the activation type; products are
+// accumulated in float32.
 //
 // Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * WARPS_N columns. Its warps stand in a grid:
 // warp (wn, wk) takes the 64 columns of chunk wn and, in every stage, the wk-th share of the stage's k. Lane
@@ -16,7 +17,8 @@
 // k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
 //
 // Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64, 128;
-// 0 = one group a column), ASYMMETRIC (0, 1), MIN_BLOCKS (blocks an SM, bounds the registers).
+// 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS (blocks an SM, bounds the
+// registers).
 #include "layout.cuh"
 #include "numeric.cuh"
 
@@ -33,21 +35,21 @@ constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP :
 static_assert(WARP_STEPS % 2 == 0, "fragments alternate between two register sets");
 
 // A stage in shared memory: activations as K_STAGE/64 blocks of [M_TILE][64] whose 16-byte columns are XOR-swizzled by
-// the row (so that ldmatrix meets no bank conflict), weights as [step][chunk][lane], then scales and delta rows.
+// the row (so that ldmatrix meets no bank conflict), weights as [step][chunk][lane], then rows of scales and zeros.
 constexpr int A_BYTES = M_TILE * K_STAGE * 2;
 constexpr int W_BYTES = STEPS * WARPS_N * 512;
 constexpr int S_BYTES = SCALE_ROWS * TILE_N * 2;
 constexpr int W_AT = A_BYTES;
 constexpr int S_AT = W_AT + W_BYTES;
-constexpr int D_AT = S_AT + S_BYTES;
-constexpr int STAGE_BYTES = D_AT + (ASYMMETRIC ? S_BYTES : 0);
+constexpr int Z_AT = S_AT + S_BYTES;
+constexpr int STAGE_BYTES = Z_AT + (ZEROS ? S_BYTES : 0);
 
 struct Problem {
     const uint16_t* a;
     int64_t lda;
     const uint32_t* b;
     const uint16_t* scales;
-    const uint16_t* delta;
+    const uint16_t* zeros;  // deltas, or what is added to codes for their zero points (Type::code)
     const uint16_t* bias;  // or null
     uint16_t* c;
     int64_t ldc;
@@ -133,7 +135,7 @@ struct Loader {
             const bool inside = live && group * GROUP < p.padded_k;
             const int64_t at = static_cast<int64_t>(group) * p.padded_n + scale_at;
             copy_async16(stage + S_AT + threadIdx.x * 16, p.scales + at, inside ? 16 : 0);
-            if (ASYMMETRIC) copy_async16(stage + D_AT + threadIdx.x * 16, p.delta + at, inside ? 16 : 0);
+            if (ZEROS) copy_async16(stage + Z_AT + threadIdx.x * 16, p.zeros + at, inside ? 16 : 0);
         }
         copy_commit();
         a += K_STAGE, k_left -= K_STAGE;
@@ -167,6 +169,11 @@ struct Fragments {
 };
 struct Scales {  // for each slab the pair (n = 16j+g, n + 8)
     uint32_t scale[4], delta[4];
+    ZeroPoints zero[4];
+    __device__ __forceinline__ void set_zeros(const uint32_t (&pairs)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) delta[j] = pairs[j], zero[j] = zero_points(pairs[j]);
+    }
 };
 
 __device__ __forceinline__ void fetch(Fragments& f, uint32_t stage, const Warp& w, int step) {
@@ -180,26 +187,31 @@ __device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (s
 
 __device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Warp& w, int step) {
     const int row = SCALE_ROWS > 1 ? (w.wk * WARP_STEPS + step) * 16 / (GROUP == 0 ? 1 : GROUP) : 0;
+    uint32_t zeros[4] = {};
     load_shared16(s.scale, stage + w.s_at + row * (TILE_N * 2));
-    if (ASYMMETRIC) load_shared16(s.delta, stage + w.s_at + (D_AT - S_AT) + row * (TILE_N * 2));
+    if (ZEROS) load_shared16(zeros, stage + w.s_at + (Z_AT - S_AT) + row * (TILE_N * 2));
+    s.set_zeros(zeros);
 }
 
 // One group a column: read once a tile, straight from global memory.
 __device__ __forceinline__ void column_scales(Scales& s, const Problem& p, const Tile& tile, const Warp& w) {
     const int n = min(tile.n0 + w.wn * 64, p.padded_n - 64);
+    uint32_t zeros[4] = {};
     slab_pairs(s.scale, p.scales + n, w.g, true);
-    if (ASYMMETRIC) slab_pairs(s.delta, p.delta + n, w.g, true);
+    if (ZEROS) slab_pairs(zeros, p.zeros + n, w.g, true);
+    s.set_zeros(zeros);
 }
 
 using Accumulators = float[4][M_BLOCKS][4];
 
-// Register R of a slab's weights: (q - 8) * scale (+ delta). Registers 0 and 2 are column n = g, 1 and 3 are n = g + 8.
+// Register R of a slab's weights. Registers 0 and 2 are column n = g, 1 and 3 are n = g + 8.
 template <int R>
 __device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
     const uint32_t by = R % 2 ? broadcast_high(s.scale[j]) : broadcast_low(s.scale[j]);
-    const uint32_t plus = !ASYMMETRIC ? 0 : R % 2 ? broadcast_high(s.delta[j]) : broadcast_low(s.delta[j]);
-    const uint32_t code = Type::centered<R>(word);
-    a[R] = ASYMMETRIC ? Type::fma(code, by, plus) : Type::mul(code, by);
+    const uint32_t plus = R % 2 ? broadcast_high(s.delta[j]) : broadcast_low(s.delta[j]);
+    if (ZEROS == 0) a[R] = Type::mul(centered<R>(word), by);
+    if (ZEROS == 1) a[R] = Type::fma(centered<R>(word), by, plus);
+    if (ZEROS == 2) a[R] = Type::mul(shifted<R>(word, s.zero[j]), by);
 }
 __device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
     weigh<0>(a, word, s, j), weigh<1>(a, word, s, j), weigh<2>(a, word, s, j), weigh<3>(a, word, s, j);
@@ -465,12 +477,12 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    marlin_gemm(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* delta,
+    marlin_gemm(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
                 const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
                 int split_tiles, int each, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const uint32_t stages = shared_address(smem);
-    const Problem p = {a, lda, b, scales, delta, bias, c, ldc, m, n, k, padded_n, padded_k};
+    const Problem p = {a, lda, b, scales, zeros, bias, c, ldc, m, n, k, padded_n, padded_k};
     const Warp w;
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
     const int units = (padded_k + K_STAGE - 1) / K_STAGE;

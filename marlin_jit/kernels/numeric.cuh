@@ -19,9 +19,9 @@ struct Fp16 {
     static __device__ __forceinline__ uint32_t pair(float low, float high) {
         return from_float(low) | (static_cast<uint32_t>(from_float(high)) << 16);
     }
-    static __device__ __forceinline__ uint32_t sub(uint32_t a, uint32_t b) {
+    static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
         uint32_t d;
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
         return d;
     }
     static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
@@ -35,17 +35,19 @@ struct Fp16 {
         return d;
     }
 
-    // Register R of the mma A fragment of q - 8, exactly, from one word of B:
+    // Register R of the mma A fragment of q - z, exactly, from one word of B:
     // R = 0: (n = g; k = 2t, 2t+1)   R = 1: (n = g+8; same k)   R = 2, 3: the same columns at k + 8.
-    // 0x6400 is 1024, whose last place is 1: OR-ing a nibble into bits 0..3 gives 1024 + q, into bits 4..7
-    // gives 1024 + 16 q.
+    // 0x6400 is 1024, whose last place is 1: OR-ing a nibble into bits 0..3 gives 1024 + q, into bits 4..7 1024 + 16 q.
+    // `minus` is -(1024 + z) for the former (R < 2), and -(64 + z) for a sixteenth of the latter.
     template <int R>
-    static __device__ __forceinline__ uint32_t centered(uint32_t q) {
-        const uint32_t minus_1032 = 0x64086408, sixteenth = 0x2c002c00, minus_72 = 0xd480d480;
+    static __device__ __forceinline__ uint32_t code(uint32_t q, uint32_t minus) {
         if (R % 2) q >>= 8;
-        if (R < 2) return sub(mask_or<0x000f000f, 0x64006400>(q), minus_1032);
-        return fma(mask_or<0x00f000f0, 0x64006400>(q), sixteenth, minus_72);
+        const uint32_t sixteenth = 0x2c002c00;
+        if (R < 2) return add(mask_or<0x000f000f, 0x64006400>(q), minus);
+        return fma(mask_or<0x00f000f0, 0x64006400>(q), sixteenth, minus);
     }
+    static constexpr uint32_t MINUS_8 = 0xe408e408, MINUS_8_UPPER = 0xd480d480;  // for z = 8: R < 2, R >= 2
+    static __device__ __forceinline__ uint32_t upper(uint32_t minus) { return add(minus, 0x63806380); }  // + 960
 
     static constexpr uint32_t ONES = 0x3c003c00;
 
@@ -80,13 +82,14 @@ struct Bf16 {
     }
     static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return fma(a, b, 0x80008000); }
 
-    // As Fp16::centered. bf16 has 7 mantissa bits: only a nibble in bits 0..3 can be read as 128 + q, so each of
-    // the four pairs is shifted down.
+    // As Fp16::code. bf16 has 7 mantissa bits: only a nibble in bits 0..3 can be read, as 128 + q, so each of the four
+    // pairs is shifted down, and `minus` is -(128 + z) for all.
     template <int R>
-    static __device__ __forceinline__ uint32_t centered(uint32_t q) {
-        const uint32_t one = 0x3f803f80, minus_136 = 0xc308c308;
-        return fma(mask_or<0x000f000f, 0x43004300>(q >> (R % 2 * 8 + R / 2 * 4)), one, minus_136);
+    static __device__ __forceinline__ uint32_t code(uint32_t q, uint32_t minus) {
+        return fma(mask_or<0x000f000f, 0x43004300>(q >> (R % 2 * 8 + R / 2 * 4)), ONES, minus);
     }
+    static constexpr uint32_t MINUS_8 = 0xc308c308, MINUS_8_UPPER = MINUS_8;
+    static __device__ __forceinline__ uint32_t upper(uint32_t minus) { return minus; }
 
     static constexpr uint32_t ONES = 0x3f803f80;
 
@@ -108,8 +111,26 @@ struct TypeOf<1> {
 };
 using Type = TypeOf<BF16>::type;
 
-// The whole fragment.
+template <int R>
+__device__ __forceinline__ uint32_t centered(uint32_t q) {
+    return Type::code<R>(q, R < 2 ? Type::MINUS_8 : Type::MINUS_8_UPPER);
+}
+// The whole fragment of q - 8.
 __device__ __forceinline__ void centered(uint32_t (&a)[4], uint32_t q) {
-    a[0] = Type::centered<0>(q), a[1] = Type::centered<1>(q);
-    a[2] = Type::centered<2>(q), a[3] = Type::centered<3>(q);
+    a[0] = centered<0>(q), a[1] = centered<1>(q), a[2] = centered<2>(q), a[3] = centered<3>(q);
+}
+
+// Integer zero points of the columns n = g and n + 8, as they are added to codes: see Type::code.
+struct ZeroPoints {
+    uint32_t lower, upper;
+};
+__device__ __forceinline__ ZeroPoints zero_points(uint32_t minus) { return {minus, Type::upper(minus)}; }
+template <int R>
+__device__ __forceinline__ uint32_t shifted(uint32_t q, const ZeroPoints& z) {
+    const uint32_t pair = R < 2 ? z.lower : z.upper;
+    return Type::code<R>(q, R % 2 ? broadcast_high(pair) : broadcast_low(pair));
+}
+// The whole fragment of q - z.
+__device__ __forceinline__ void shifted(uint32_t (&a)[4], uint32_t q, const ZeroPoints& z) {
+    a[0] = shifted<0>(q, z), a[1] = shifted<1>(q, z), a[2] = shifted<2>(q, z), a[3] = shifted<3>(q, z);
 }

@@ -6,6 +6,7 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -39,11 +40,13 @@ def main() -> None:
             x = cupy.asarray(rng.standard_normal((M, K)).astype(np.float16))
             exact = x.astype(np.float64).get() @ mj.dequantize(w).get().astype(np.float64)
             if K % 8 == 0:
-                for p in plan.plans(launch.problem_of(M, w, asymmetric=True), limits):
-                    out = cupy.full((M, N), np.nan, np.float16)
-                    launch.marlin(p, matrix(x), w, w.delta16, None, matrix(out))
-                    assert np.abs(out.get() - exact).max() < 0.05, p
-                    count += 1
+                problem = launch.problem_of(M, w, asymmetric=True)
+                for zeros in (plan.Zeros.DELTAS, plan.Zeros.POINTS):
+                    for p in plan.plans(replace(problem, zeros=zeros), limits):
+                        out = cupy.full((M, N), np.nan, np.float16)
+                        launch.marlin(p, matrix(x), w, None, matrix(out))
+                        assert np.abs(out.get() - exact).max() < 0.05, p
+                        count += 1
             for path in ("marlin", "native"):
                 assert np.abs(matmul(x, w, path=path).get() - exact).max() < 0.05, (path, M, K)
                 count += 1

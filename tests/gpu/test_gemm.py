@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -102,9 +104,11 @@ def test_every_plan_is_exact_on_integers(M, group, dtype, rng):
         qw = mj.QuantWeight.from_zero_points(*(cupy.asarray(v) for v in (q, scale, points)), group)
         w = mj.pack(qw)
         x = cupy.asarray(a.astype(np.float32).astype(dtype))
-        for p in every_plan(launch.problem_of(M, w, asymmetric=True)):
+        problem = launch.problem_of(M, w, asymmetric=True)
+        assert problem.zeros == plan.Zeros.POINTS
+        for p in [*every_plan(problem), *every_plan(replace(problem, zeros=plan.Zeros.DELTAS))]:
             out, intact = poisoned(M, N, dtype)
-            launch.marlin(p, matrix(x), w, w.delta16, None, matrix(out))
+            launch.marlin(p, matrix(x), w, None, matrix(out))
             assert intact(), p
             wrong = np.argwhere(out.get() != expected)
             assert not len(wrong), f"{len(wrong)} wrong, first {wrong[0]}: {p}"
