@@ -28,7 +28,7 @@ from marlin_jit.pack import dequantize, unpack
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import report, run, worker  # noqa: E402
+from benchmarks import alternate, report, run, worker  # noqa: E402
 from benchmarks.rivals import Layer  # noqa: E402
 from benchmarks.shapes import MS, PUBLISHED, SHAPES, floor_us, min_bytes, roof_us  # noqa: E402
 
@@ -589,3 +589,37 @@ def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
     newest = sorted((tables.ROOT / "benchmarks/results").glob("*.json"))[-1]
     for path, text in tables.pages(report.read(newest), newest.name).items():
         assert path.read_text() == text, f"python -m benchmarks.tables {newest.relative_to(tables.ROOT)}"
+
+
+# Variants in alternation
+
+
+def test_alternation_finds_costs_below_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(256, 192, [33], xp=np, copies=2)
+    cost = {"symmetric": 100.0, "asymmetric": 103.0, "pair": 108.0}
+    order: list[str] = []
+    monkeypatch.setattr(alternate, "call", lambda variant, x, weight, out: order.append(variant.name))
+    monkeypatch.setattr(Problem, "error", lambda *_: 1e-4)
+
+    def time_launches(launch: Any, copies: int, timer: Any, **_: Any) -> Any:
+        launch(copies - 1)
+        us = cost[order[-1]] * (1 + 0.002 * len(order))  # the clock falls all the time
+        return timing.Timing(us, (us,), 16, copies, "graph")
+
+    monkeypatch.setattr(alternate, "time_launches", time_launches)
+    taken = alternate.alternate(problem, list(cost), 33, ClockStub([0.0]), passes=4)
+    timed = order[3:]  # after the checks
+    assert timed == [*cost, *list(cost)[::-1]] * 2
+    assert alternate.costs(taken, "asymmetric")[1] == pytest.approx(0.03, abs=2e-3)
+    assert alternate.costs(taken, "pair")[0] == pytest.approx(10, abs=2)
+    line = alternate.table([{"k": 256, "n": 192, "m": 33, "us": taken}]).splitlines()[1]
+    assert line.split()[:4] == ["256", "x", "192", "33"]
+    assert "+3.0%" in line
+
+
+def test_alternation_times_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(256, 192, [33], xp=np, copies=2)
+    problem._reference[False] *= 1.01
+    monkeypatch.setattr(alternate, "time_launches", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=r"asymmetric at M = 33: error 9\..*e-03"):
+        alternate.alternate(problem, ["symmetric", "asymmetric"], 33, ClockStub([0.0]), passes=1)

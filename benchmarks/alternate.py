@@ -1,0 +1,125 @@
+"""What zero points and the correction pair cost: differences smaller than a run drifts, so timed in turn.
+
+python -m benchmarks.alternate [-o OUT.json] [--shape 4096x28672] [--m 64] [--passes 7]
+
+A GPU at its power cap changes its clock by several per cent within a run. Here every pass takes the symmetric
+product, then the others, the next pass backwards, and a cost is the median over the passes of the difference
+within a pass.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.run import environment, parse_shape
+from benchmarks.shapes import MS, SHAPES
+from marlin_jit.bench import DTYPES, TOLERANCE, VARIANTS, Problem, call, read_nvidia_smi
+from marlin_jit.device import unavailable_reason
+from marlin_jit.timing import CupyTimer, Timer, time_launches
+
+SCHEMA = "marlin-jit-alternation/1"
+BASE = "symmetric"
+PAIR_MAX_M = 256
+
+
+def alternate(
+    problem: Problem, names: list[str], m: int, timer: Timer, passes: int, **options: Any
+) -> dict[str, list[float]]:
+    """Microseconds a launch of each variant, one number a pass.
+
+    Raises
+    ------
+    ValueError
+        A result is wrong: nothing is timed then.
+    """
+    x, out = problem.x[:m], problem.output(m)
+    for name in names:
+        symmetric = VARIANTS[name].symmetric
+        call(VARIANTS[name], x, problem.weights(symmetric)[0], out)
+        error = problem.error(out, symmetric)
+        if not error <= TOLERANCE[problem.dtype]:
+            raise ValueError(f"{name} at M = {m}: error {error:.2e} against float64")
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(passes):
+        for name in names if turn % 2 == 0 else names[::-1]:
+            variant = VARIANTS[name]
+            weights = problem.weights(variant.symmetric)
+
+            def launch(i: int, variant: Any = variant, weights: Any = weights) -> None:
+                call(variant, x, weights[i], out)
+
+            taken[name].append(time_launches(launch, len(weights), timer, **options).us)
+    return taken
+
+
+def costs(taken: dict[str, list[float]], name: str) -> tuple[float, float]:
+    """Median over the passes of what `name` takes more than `BASE`: microseconds, and a fraction."""
+    both = list(zip(taken[name], taken[BASE], strict=True))
+    return statistics.median(a - b for a, b in both), statistics.median(a / b - 1 for a, b in both)
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """One line a point."""
+    lines = ["    K x N         M  symmetric (us)  zero points  pair (us more)"]
+    for p in points:
+        taken = p["us"]
+        line = f"{p['k']:6d} x {p['n']:6d} {p['m']:5d} {statistics.median(taken[BASE]):15.1f}"
+        line += f" {100 * costs(taken, 'asymmetric')[1]:+11.1f}%"
+        if "pair" in taken:
+            line += f" {costs(taken, 'pair')[0]:15.1f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--shape", "shapes", multiple=True, callback=parse_shape, help="KxN; may be repeated.")
+@click.option("--m", "ms", multiple=True, type=click.IntRange(1), help="Rows of x; may be repeated.")
+@click.option("--group", "group_size", type=click.Choice(["32", "64", "128", "-1"]), default="128")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float16")
+@click.option("--passes", type=click.IntRange(1), default=7)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON).")
+def main(
+    shapes: tuple[tuple[int, int], ...],
+    ms: tuple[int, ...],
+    group_size: str,
+    dtype: str,
+    passes: int,
+    output: Path | None,
+) -> None:
+    """Time ours without zero points, with them, and as the correction pair, in alternation."""
+    reason = unavailable_reason()
+    if reason is not None:
+        click.echo(f"error: {reason}", err=True)
+        sys.exit(2)
+    smi_before = read_nvidia_smi()
+    options = {"replays": 5, "warmup_ms": 8.0, "point_ms": 30.0}
+    timer, points = CupyTimer(), []
+    for k, n in shapes or SHAPES:
+        problem = Problem(k, n, ms or MS, group_size=int(group_size), dtype=dtype)
+        for m in ms or MS:
+            names = [BASE, "asymmetric"] + (["pair"] if m <= PAIR_MAX_M else [])
+            points.append(
+                {"k": k, "n": n, "m": m, "us": alternate(problem, names, m, timer, passes, **options)}
+            )
+        del problem
+    click.echo(table(points))
+    if output is not None:
+        document = {
+            "schema": SCHEMA,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "environment": environment(smi_before, read_nvidia_smi()),
+            "method": {**options, "passes": passes, "group_size": int(group_size), "dtype": dtype},
+            "points": points,
+        }
+        output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
