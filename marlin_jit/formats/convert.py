@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from marlin_jit.errors import CheckpointError, MarlinJitError
 from marlin_jit.formats.companions import copy_files, other_files, write_config, write_index
 from marlin_jit.formats.detect import Checkpoint, open_checkpoint
-from marlin_jit.formats.layer import CheckpointWarning, Parameters, SourceLayer
+from marlin_jit.formats.layer import CheckpointWarning, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import (
     LayerEntry,
@@ -206,7 +206,7 @@ def _split_groups(weight: QuantWeight) -> QuantWeight:
 
 
 def _plan_layer(layer: SourceLayer) -> LayerPlan:
-    found = layer.checked_parameters()
+    found = layer.outline()
     size = packed_group_size(found.K, found.group_size)
     where = f"{layer.files.path}: layer {layer.name}"
     if size is None:
@@ -214,52 +214,22 @@ def _plan_layer(layer: SourceLayer) -> LayerPlan:
             f"{where}: group size {found.group_size} is no multiple of 32; the Marlin format holds "
             f"{GROUP_SIZES}"
         )
-    _check_activation_order(where, found, size)
-    _check_delta(layer.where(layer.scale_name), found)
-    entry = LayerEntry(found.K, found.N, size, found.scale.dtype.name, layer.format)
-    permuted = found.g_idx is not None
-    after = layer_tensors(layer.name, entry, found.symmetric, permuted)
+    if found.permuted and size != found.group_size:
+        raise CheckpointError(
+            f"{where}: group size {found.group_size} with activation order; packed are {GROUP_SIZES}"
+        )
+    entry = LayerEntry(found.K, found.N, size, found.dtype, layer.format)
+    after = layer_tensors(layer.name, entry, found.symmetric, found.permuted)
     return LayerPlan(
         source=layer,
         entry=entry,
         source_group_size=found.group_size,
         symmetric=found.symmetric,
-        permuted=permuted,
+        permuted=found.permuted,
         notes=found.notes,
         bytes_before=layer.nbytes,
         bytes_after=sum(info.nbytes for info in after.values()),
     )
-
-
-def _check_activation_order(where: str, found: Parameters, size: int) -> None:
-    if found.g_idx is None:
-        return
-    if size != found.group_size:
-        raise CheckpointError(
-            f"{where}: group size {found.group_size} with activation order; packed are {GROUP_SIZES}"
-        )
-    rows = np.bincount(found.g_idx, minlength=found.scale.shape[0])
-    uneven = np.flatnonzero(rows != size)
-    if uneven.size:
-        g = int(uneven[0])
-        raise CheckpointError(
-            f"{where}: g_idx puts {int(rows[g])} rows in group {g}; the group size is {size}"
-        )
-
-
-def _check_delta(where: str, found: Parameters) -> None:
-    """Raise if a delta, (8 - zero point)*scale, overflows the dtype of the scales: kernels read it so."""
-    if found.zero_point is None:
-        return
-    with np.errstate(over="ignore"):
-        delta = (np.float32(8) - found.zero_point) * found.scale.astype(np.float32)
-        bad = ~np.isfinite(delta.astype(found.scale.dtype))
-    if bad.any():
-        first = [int(i) for i in np.argwhere(bad)[0]]
-        raise CheckpointError(
-            f"{where}: {int(bad.sum())} scales are so large that (8 - zero point)*scale overflows "
-            f"{found.scale.dtype}, the first at index {first}"
-        )
 
 
 def _plan_shards(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> dict[str, dict[str, TensorInfo]]:

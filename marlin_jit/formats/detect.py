@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from marlin_jit.errors import CheckpointError
-from marlin_jit.formats import gptq
+from marlin_jit.formats import compressed_tensors, gguf_files, gptq
 from marlin_jit.formats.awq import AWQLayer
 from marlin_jit.formats.gptq import GPTQLayer
-from marlin_jit.formats.layer import SourceLayer
+from marlin_jit.formats.layer import ReadOptions, SourceLayer
 from marlin_jit.formats.marlin_files import MarlinLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import FORMAT, PackedLayer, is_packed, read_layer_table
@@ -25,7 +25,7 @@ from marlin_jit.formats.safetensors_io import load_json
 __all__ = ["Checkpoint", "QuantizationConfig", "open_checkpoint"]
 
 CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")
-ACCEPTED = "gptq (also Marlin files), awq, marlin"
+ACCEPTED = "gptq (also Marlin files), awq, marlin, compressed-tensors"
 _METHOD_OF_FILE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Older names, by which AutoAWQ's quant_config.json says the same.
 _SYNONYMS = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -99,13 +99,14 @@ class Checkpoint:
         return ", ".join(sorted({layer.format for layer in self.layers.values()})) or "unquantized"
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, options: ReadOptions = ReadOptions()) -> Checkpoint:  # noqa: B008
     """Open a checkpoint of any format that is read: a folder or one safetensors file.
 
     Parameters
     ----------
     path : str or Path
         GPTQ, AWQ, Marlin or packed by this package.
+    options : ReadOptions
 
     Raises
     ------
@@ -113,15 +114,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         Damaged files, contradicting configs, formats that are not read.
     """
     path = Path(path)
-    if path.suffix == ".gguf":
-        raise CheckpointError(
-            f"{path}: GGUF is not read yet; accepted: safetensors files with {ACCEPTED} weights"
-        )
+    gguf = gguf_files.find(path)
+    if gguf is not None:
+        gguf_model = gguf_files.GGUFFiles(gguf)
+        return _assemble(gguf_model, None, gguf_files.make_layers(gguf_model, options))
     files = ModelFiles(path)
     if is_packed(files):
         names = read_layer_table(files)
         return _assemble(
-            files, None, {name: PackedLayer(files, name, entry) for name, entry in names.items()}
+            files,
+            None,
+            {name: PackedLayer(files, name, entry, options=options) for name, entry in names.items()},
         )
     config = find_config(files)
     layers: dict[str, SourceLayer]
@@ -131,9 +134,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path}: quantized, but neither {' nor '.join(CONFIG_FILES)} is beside it; without it the "
                 "bits can mean several things"
             )
-        layers = {name: MarlinLayer(files, name, None) for name in _prefixes(files, ".B", ".s")}
+        layers = {
+            name: MarlinLayer(files, name, None, options=options) for name in _prefixes(files, ".B", ".s")
+        }
+    elif config.method == "compressed-tensors":
+        layers = compressed_tensors.make_layers(files, config.values, config.where, options)
     else:
-        suffix, make = _reader(config)
+        suffix, make = _reader(config, options)
         layers = {name: make(files, name) for name in _prefixes(files, *suffix)}
     return _assemble(files, config, layers)
 
@@ -155,19 +162,15 @@ def _prefixes(files: ModelFiles, suffix: str, partner: str = "") -> list[str]:
     return [name for name in names if not partner or name + partner in files]
 
 
-def _reader(config: QuantizationConfig) -> tuple[tuple[str, ...], Callable[[ModelFiles, str], SourceLayer]]:
+def _reader(
+    config: QuantizationConfig, options: ReadOptions
+) -> tuple[tuple[str, ...], Callable[[ModelFiles, str], SourceLayer]]:
     """Return the suffix that marks a layer, and the reader that the config asks for."""
     values, where = config.values, config.where
     if config.method == FORMAT:
         raise CheckpointError(
             f"{where}: quant_method is {FORMAT}, but the safetensors files were not written by {FORMAT}"
         )
-    if config.method == "compressed-tensors":
-        raise CheckpointError(
-            f"{where}: compressed-tensors checkpoints are not read yet; accepted: {ACCEPTED}"
-        )
-    if config.method == "gguf":
-        raise CheckpointError(f"{where}: GGUF checkpoints are not read yet; accepted: {ACCEPTED}")
     if config.method not in ("gptq", "awq", "marlin"):
         raise CheckpointError(
             f"{where}: quant_method {values.get('quant_method')!r} is not read; accepted: {ACCEPTED}"
@@ -176,30 +179,32 @@ def _reader(config: QuantizationConfig) -> tuple[tuple[str, ...], Callable[[Mode
         config.check_bits()
     size = config.group_size()
     if config.method == "marlin":
-        return (".B",), lambda files, name: MarlinLayer(files, name, size)
+        return (".B",), lambda files, name: MarlinLayer(files, name, size, options=options)
     if config.method == "awq":
-        return _awq_reader(config, size)
+        return _awq_reader(config, size, options)
     checkpoint_format = _gptq_format(config)
     if checkpoint_format == "marlin":
-        return (".B",), lambda files, name: MarlinLayer(files, name, size)
+        return (".B",), lambda files, name: MarlinLayer(files, name, size, options=options)
     settings = gptq.read_config(values, size, checkpoint_format, where)
-    return (".qweight",), lambda files, name: GPTQLayer(files, name, settings)
+    return (".qweight",), lambda files, name: GPTQLayer(files, name, settings, options=options)
 
 
 def _awq_reader(
-    config: QuantizationConfig, size: int
+    config: QuantizationConfig, size: int, options: ReadOptions
 ) -> tuple[tuple[str, ...], Callable[[ModelFiles, str], SourceLayer]]:
     version = str(config.values.get("version") or "gemm").lower()
     backend = str(config.values.get("backend") or "autoawq").lower()
     if backend != "autoawq":
         raise CheckpointError(f"{config.where}: AWQ backend {backend!r} is not read; accepted: 'autoawq'")
     if version == "marlin":
-        return (".qweight",), lambda files, name: MarlinLayer(files, name, size, ("qweight", "scales"))
+        return (".qweight",), lambda files, name: MarlinLayer(
+            files, name, size, ("qweight", "scales"), options=options
+        )
     if version != "gemm":
         raise CheckpointError(
             f"{config.where}: AWQ version {version!r} is not read; accepted: 'gemm', 'marlin'"
         )
-    return (".qweight",), lambda files, name: AWQLayer(files, name, size)
+    return (".qweight",), lambda files, name: AWQLayer(files, name, size, options=options)
 
 
 def _gptq_format(config: QuantizationConfig) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,55 @@ from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
-__all__ = ["CheckpointWarning", "Parameters", "SourceLayer", "check_finite"]
+__all__ = ["CheckpointWarning", "Outline", "Parameters", "ReadOptions", "SourceLayer", "check_finite"]
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint that can be read, but says something that deserves a look."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the user decided about reading, where a checkpoint leaves it open.
+
+    Attributes
+    ----------
+    zero_format : str
+        How GPTQ zero points are stored: ``"auto"`` as the config says, ``"v1"`` minus one, ``"v2"`` as they
+        are.
+    fix_nan_scales : bool
+        Take NaN and infinite scales as 0, with a note, instead of refusing them.
+    dequantize_others : bool
+        Keep tensors of types that are not packed (GGUF) as dense ones instead of refusing them.
+    """
+
+    zero_format: str = "auto"
+    fix_nan_scales: bool = False
+    dequantize_others: bool = False
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a layer before its codes are read: enough to lay out the packed file.
+
+    Attributes
+    ----------
+    K, N, group_size : int
+        As in the source; -1 is one group a column.
+    dtype : str
+        Of the scales: ``"float16"`` or ``"bfloat16"``.
+    symmetric, permuted : bool
+        Whether the packed layer has no delta; whether it has a permutation.
+    notes : tuple of str
+    """
+
+    K: int
+    N: int
+    group_size: int
+    dtype: str
+    symmetric: bool
+    permuted: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,10 +111,12 @@ class SourceLayer(ABC):
     files : ModelFiles
     name : str
         Module name: what stands before ``.qweight`` or ``.B``.
+    options : ReadOptions
     """
 
     files: ModelFiles
     name: str
+    options: ReadOptions = field(default=ReadOptions(), kw_only=True)
 
     @property
     @abstractmethod
@@ -101,6 +147,40 @@ class SourceLayer(ABC):
             Tensors that are missing or contradict each other or the config; NaN or infinite scales.
         """
 
+    def outline(self) -> Outline:
+        """Check everything but the codes, and return what the packed layer will be.
+
+        Raises
+        ------
+        CheckpointError
+            As `read`, as far as it can be known without the codes.
+        """
+        found = self.checked_parameters()
+        check_delta(self.where(self.scale_name), found)
+        if found.g_idx is not None:
+            self._check_groups(found.g_idx, found.K, found.group_size)
+        return Outline(
+            found.K,
+            found.N,
+            found.group_size,
+            found.scale.dtype.name,
+            found.symmetric,
+            found.g_idx is not None,
+            found.notes,
+        )
+
+    def _check_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> None:
+        """Raise if activation order fills a group with more or fewer rows than the group size."""
+        size = K if group_size == -1 else group_size
+        rows = np.bincount(g_idx, minlength=K // size)
+        uneven = np.flatnonzero(rows != size)
+        if uneven.size:
+            g = int(uneven[0])
+            raise CheckpointError(
+                f"{self.files.path}: layer {self.name}: g_idx puts {int(rows[g])} rows in group {g}; the "
+                f"group size is {size}"
+            )
+
     @property
     def nbytes(self) -> int:
         return sum(self.files.info(name).nbytes for name in self.tensors)
@@ -108,6 +188,8 @@ class SourceLayer(ABC):
     def checked_parameters(self) -> Parameters:
         """Return `parameters` after checking the scales, issuing its notes as warnings."""
         found = self.parameters()
+        if self.options.fix_nan_scales:
+            found = _without_bad_scales(self.where(self.scale_name), found)
         check_finite(self.where(self.scale_name), found.scale)
         for note in found.notes:
             warnings.warn(note, CheckpointWarning, stacklevel=3)
@@ -152,16 +234,51 @@ class SourceLayer(ABC):
             )
 
 
-def check_finite(where: str, scale: NDArray[Any]) -> None:
-    """Raise, with count and first index, if a scale is NaN or infinite: whatever it touches becomes NaN."""
+def _not_finite(scale: NDArray[Any]) -> NDArray[np.bool_]:
     # Both 16-bit types are finite unless all exponent bits are set: integer work, which is fast and warns
     # about nothing.
     exponent = np.uint16(0x7F80 if scale.dtype == BFLOAT16 else 0x7C00)
-    bad = (scale.view(np.uint16) & exponent) == exponent
+    bad: NDArray[np.bool_] = (scale.view(np.uint16) & exponent) == exponent
+    return bad
+
+
+def _without_bad_scales(where: str, found: Parameters) -> Parameters:
+    """Return parameters whose NaN and infinite scales are 0, which makes their groups' weights 0."""
+    bad = _not_finite(found.scale)
+    if not bad.any():
+        return found
+    scale = found.scale.copy()
+    scale[bad] = 0
+    first = [int(i) for i in np.argwhere(bad)[0]]
+    note = (
+        f"{where}: {int(bad.sum())} NaN or infinite of {scale.size} scales are taken as 0, the first at "
+        f"index {first}"
+    )
+    return replace(found, scale=scale, notes=(*found.notes, note))
+
+
+def check_finite(where: str, scale: NDArray[Any]) -> None:
+    """Raise, with count and first index, if a scale is NaN or infinite: whatever it touches becomes NaN."""
+    bad = _not_finite(scale)
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         value = float(scale[first])
         raise CheckpointError(
             f"{where} has {int(bad.sum())} NaN or infinite of {scale.size} scales, the first ({value}) at "
             f"index {list(first)}"
+        )
+
+
+def check_delta(where: str, found: Parameters) -> None:
+    """Raise if a delta, (8 - zero point)*scale, overflows the dtype of the scales: kernels read it so."""
+    if found.zero_point is None:
+        return
+    with np.errstate(over="ignore"):
+        delta = (np.float32(8) - found.zero_point) * found.scale.astype(np.float32)
+        bad = ~np.isfinite(delta.astype(found.scale.dtype))
+    if bad.any():
+        first = [int(i) for i in np.argwhere(bad)[0]]
+        raise CheckpointError(
+            f"{where}: {int(bad.sum())} scales are so large that (8 - zero point)*scale overflows "
+            f"{found.scale.dtype}, the first at index {first}"
         )
