@@ -44,10 +44,10 @@ def pack(src: Path, dst: Path, force: bool, dry_run: bool, as_json: bool, quiet:
 def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> None:
     groups: dict[tuple[str, str, str, str], list[LayerPlan]] = {}
     for layer in plan.layers.values():
-        kind = "symmetric" if layer.symmetric else "asymmetric"
-        if layer.permuted:
+        kind = "symmetric" if layer.outline.symmetric else "asymmetric"
+        if layer.outline.permuted:
             kind += ", activation order"
-        shape = f"{layer.entry.K} x {layer.entry.N}"
+        shape = f"{layer.outline.K} x {layer.outline.N}"
         groups.setdefault((layer.source.format, shape, _group_text(layer), kind), []).append(layer)
     columns = {"format": "left", "K x N": "right", "group": "right", "zero points": "left"}
     columns |= {"layers": "right", "before": "right", "after": "right"}
@@ -67,10 +67,10 @@ def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> 
 
 
 def _group_text(layer: LayerPlan) -> str:
-    packed = layer.entry.group_size
-    if layer.source_group_size in (packed, layer.entry.K):
+    packed = layer.group_size
+    if layer.outline.group_size in (packed, layer.outline.K):
         return "column" if packed == -1 else str(packed)
-    return f"{layer.source_group_size} as {packed}"
+    return f"{layer.outline.group_size} as {packed}"
 
 
 def _as_json(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> dict[str, Any]:
@@ -82,13 +82,13 @@ def _as_json(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> dict[s
             {
                 "name": name,
                 "format": layer.source.format,
-                "K": layer.entry.K,
-                "N": layer.entry.N,
-                "source_group_size": layer.source_group_size,
-                "group_size": layer.entry.group_size,
-                "dtype": layer.entry.dtype,
-                "symmetric": layer.symmetric,
-                "activation_order": layer.permuted,
+                "K": layer.outline.K,
+                "N": layer.outline.N,
+                "source_group_size": layer.outline.group_size,
+                "group_size": layer.group_size,
+                "dtype": layer.outline.dtype,
+                "symmetric": layer.outline.symmetric,
+                "activation_order": layer.outline.permuted,
                 "bytes_before": layer.bytes_before,
                 "bytes_after": layer.bytes_after,
             }

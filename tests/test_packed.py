@@ -24,13 +24,13 @@ from safetensors.numpy import load_file
 from marlin_jit.errors import CheckpointError, DTypeError
 from marlin_jit.formats import (
     compare,
-    convert,
     load,
     open_checkpoint,
     pack_checkpoint,
     plan_pack,
     run_pack,
     save,
+    targets,
 )
 from marlin_jit.formats.packed import file_metadata
 from marlin_jit.formats.publish import check_destination
@@ -295,14 +295,14 @@ def test_failure_in_the_middle_leaves_nothing(
     source = random_model(tmp_path / "m", rng)
     source = source / "model.safetensors" if single else source
     before = hashes(tmp_path)
-    real = convert.to_marlin
+    real = targets.to_marlin
 
-    def fail(layer: Any) -> Any:
+    def fail(layer: Any, device: bool) -> Any:
         if layer.name == "b":
             raise error("in the middle")
         return real(layer)
 
-    monkeypatch.setattr(convert, "to_marlin", fail)
+    monkeypatch.setattr(targets, "to_marlin", fail)
     with pytest.raises(CheckpointError if error is OSError else error, match="in the middle"):
         pack_checkpoint(source, tmp_path / "out")
     assert hashes(tmp_path) == before
@@ -315,7 +315,7 @@ def test_failure_leaves_the_old_output_with_force(
     source = random_model(tmp_path / "m", rng)
     pack_checkpoint(source, tmp_path / "out")
     before = hashes(tmp_path)
-    monkeypatch.setattr(convert, "to_marlin", lambda layer: 1 / 0)
+    monkeypatch.setattr(targets, "to_marlin", lambda layer, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pack_checkpoint(source, tmp_path / "out", force=True)
     assert hashes(tmp_path) == before
@@ -345,16 +345,16 @@ def pack_that_gets(
     source = random_model(tmp_path / "m", rng)
     code = (
         "import os, signal\n"
-        "from marlin_jit.formats import convert\n"
+        "from marlin_jit.formats import targets\n"
         f"{before}\n"
-        "real = convert.to_marlin\n"
-        "def struck(layer):\n"
+        "real = targets.to_marlin\n"
+        "def struck(layer, device):\n"
         "    try:\n"
         f"        os.kill(os.getpid(), signal.{name})\n"
         "    finally:\n"
         f"        os.kill(os.getpid(), signal.{name})\n"
         "    return real(layer)\n"
-        "convert.to_marlin = struck\n"
+        "targets.to_marlin = struck\n"
         "from marlin_jit.cli.main import main\n"
         f"main(['pack', {str(source)!r}, {str(tmp_path / 'out')!r}])\n"
     )
@@ -419,13 +419,13 @@ def test_destination_that_appears_meanwhile_is_not_touched(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = random_model(tmp_path / "m", rng)
-    real = convert.to_marlin
+    real = targets.to_marlin
 
-    def slow(layer: Any) -> Any:
+    def slow(layer: Any, device: bool) -> Any:
         (tmp_path / "out").write_text("somebody else's")
         return real(layer)
 
-    monkeypatch.setattr(convert, "to_marlin", slow)
+    monkeypatch.setattr(targets, "to_marlin", slow)
     with pytest.raises(CheckpointError, match="appeared while this was being written"):
         pack_checkpoint(source / "model.safetensors", tmp_path / "out")
     with pytest.raises(CheckpointError):
@@ -440,15 +440,15 @@ def test_folder_exchanged_meanwhile_is_not_touched(
     """--force asks again who owns what it replaces, when the output is complete."""
     source = random_model(tmp_path / "m", rng)
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    real = convert.to_marlin
+    real = targets.to_marlin
 
     def during(action: Callable[[], object]) -> None:
-        def exchange(layer: Any) -> Any:
+        def exchange(layer: Any, device: bool) -> Any:
             if layer.name == "a":
                 action()
             return real(layer)
 
-        monkeypatch.setattr(convert, "to_marlin", exchange)
+        monkeypatch.setattr(targets, "to_marlin", exchange)
 
     def appear() -> None:
         out.mkdir()

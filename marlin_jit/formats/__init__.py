@@ -7,9 +7,17 @@ whole checkpoint, `compare` proves that nothing changed.
 from __future__ import annotations
 
 from marlin_jit.formats.compare import Comparison, Difference, compare
-from marlin_jit.formats.convert import LayerPlan, PackPlan, pack_checkpoint, plan_pack, run_pack, to_marlin
+from marlin_jit.formats.convert import (
+    LayerPlan,
+    PackPlan,
+    pack_checkpoint,
+    plan_conversion,
+    plan_pack,
+    run_pack,
+    to_marlin,
+)
 from marlin_jit.formats.detect import Checkpoint, open_checkpoint
-from marlin_jit.formats.layer import CheckpointWarning, Parameters, SourceLayer
+from marlin_jit.formats.layer import CheckpointWarning, Outline, Parameters, ReadOptions, SourceLayer
 from marlin_jit.formats.packed import LayerEntry, PackedModel, load, save
 
 __all__ = [
@@ -19,14 +27,17 @@ __all__ = [
     "Difference",
     "LayerEntry",
     "LayerPlan",
+    "Outline",
     "PackPlan",
     "PackedModel",
     "Parameters",
+    "ReadOptions",
     "SourceLayer",
     "compare",
     "load",
     "open_checkpoint",
     "pack_checkpoint",
+    "plan_conversion",
     "plan_pack",
     "run_pack",
     "save",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.detect import CONFIG_FILES
 from marlin_jit.formats.model_files import INDEX_SUFFIX, ModelFiles
-from marlin_jit.formats.packed import FORMAT, FORMAT_VERSION
 from marlin_jit.formats.safetensors_io import COPY_CHUNK, load_json
 
-__all__ = ["copy_files", "other_files", "write_config", "write_index"]
+__all__ = ["copy_files", "other_files", "write_config", "write_documents", "write_index"]
 
 # Weights in other clothes: of no use beside the packed ones, and often larger than everything else.
 _OTHER_WEIGHTS = (
@@ -89,42 +88,30 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def write_index(
     files: ModelFiles, folder: Path, tensors: Mapping[str, Sequence[str]], total_size: int
 ) -> None:
-    """Write the index, where the source has one, for shards that hold these tensors."""
-    if files.index_name is None:
-        return
+    """Write the index, under the name of the source's if it has one, for shards that hold these tensors."""
     weight_map = {name: shard for shard, names in tensors.items() for name in names}
     index = {
         "metadata": {**files.index_metadata, "total_size": total_size},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    _write_json(folder / files.index_name, index)
+    _write_json(folder / (files.index_name or "model" + INDEX_SUFFIX), index)
 
 
-def write_config(files: ModelFiles, folder: Path) -> None:
-    """Write config.json, where the source has a config, with this package's quantization config.
+def write_documents(folder: Path, documents: Mapping[str, dict[str, Any]]) -> None:
+    """Write JSON files, by name."""
+    for name, content in documents.items():
+        _write_json(folder / name, content)
 
-    The source's own settings are kept inside it, under ``original``, by the name of their file.
-    """
+
+def write_config(
+    files: ModelFiles, folder: Path, change: Callable[[dict[str, dict[str, Any]]], dict[str, Any]]
+) -> None:
+    """Write config.json, where the source has a config: what `change` makes of its files, by their names."""
     originals = {
         name: load_json(files.confined(name)) for name in CONFIG_FILES if (files.folder / name).exists()
     }
     if originals:
-        _write_json(folder / "config.json", _new_config(originals))
-
-
-def _new_config(originals: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return config.json with this package's quantization config; the source's are kept inside it."""
-    config = dict(originals.get("config.json", {}))
-    kept = {name: content for name, content in originals.items() if name != "config.json"}
-    if "quantization_config" in config:
-        kept["config.json"] = config["quantization_config"]
-    config["quantization_config"] = {
-        "quant_method": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "bits": 4,
-        "original": kept,
-    }
-    return config
+        _write_json(folder / "config.json", change(originals))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,41 +1,43 @@
-"""From a checkpoint to a packed copy of it.
+"""From a checkpoint to a converted copy of it, layer by layer.
 
 In two steps. `plan_pack` reads headers, configs, scales and zero points, checks everything that can be wrong
-and knows every byte of the output; nothing is written. `run_pack` then goes through the source once, layer by
-layer, so memory holds one layer. The source is only ever read.
+and knows every byte of the output; nothing is written. `run_pack` then goes through the source once: memory
+holds one layer for each job. The source is only ever read. What a converted layer looks like is the target's
+business (`marlin_jit.formats.targets`); packing is the usual one.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit.errors import CheckpointError, MarlinJitError
-from marlin_jit.formats.companions import copy_files, other_files, write_config, write_index
+from marlin_jit.errors import CheckpointError
+from marlin_jit.formats import resume
+from marlin_jit.formats.companions import copy_files, other_files, write_config, write_documents, write_index
 from marlin_jit.formats.detect import Checkpoint, open_checkpoint
-from marlin_jit.formats.layer import CheckpointWarning, SourceLayer
+from marlin_jit.formats.layer import CheckpointWarning, Outline, ReadOptions, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
-from marlin_jit.formats.packed import (
-    LayerEntry,
-    file_metadata,
-    is_packed,
-    layer_arrays,
-    layer_tensors,
-    reserved_names,
-)
+from marlin_jit.formats.packed import is_packed
 from marlin_jit.formats.publish import check_destination, published
 from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo
-from marlin_jit.layout import GROUP_SIZES
-from marlin_jit.pack import pack
-from marlin_jit.weight import MarlinWeight, QuantWeight
+from marlin_jit.formats.targets import DenseTarget, PackedTarget, Target, to_marlin
 
-__all__ = ["LayerPlan", "PackPlan", "pack_checkpoint", "plan_pack", "run_pack", "to_marlin"]
+__all__ = [
+    "LayerPlan",
+    "PackPlan",
+    "pack_checkpoint",
+    "plan_conversion",
+    "plan_pack",
+    "run_pack",
+    "to_marlin",
+]
 
 Progress = Callable[[int], None]
 
@@ -47,47 +49,62 @@ class LayerPlan:
     Attributes
     ----------
     source : SourceLayer
-    entry : LayerEntry
-        Its metadata in the packed file.
-    source_group_size : int
-        Groups that the Marlin format cannot hold are split into equal ones, which changes no weight.
-    symmetric, permuted : bool
-    notes : tuple of str
-    bytes_before, bytes_after : int
+    outline : Outline
+        What the source says of it.
+    target : Target
+        What it becomes.
+    group_size : int
+        As written. Groups that the Marlin format cannot hold are split into equal ones, which changes no
+        weight.
+    tensors : dict of str to TensorInfo
+        That it is written as.
     """
 
     source: SourceLayer
-    entry: LayerEntry
-    source_group_size: int
-    symmetric: bool
-    permuted: bool
-    notes: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+    outline: Outline
+    target: Target
+    group_size: int
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def bytes_before(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Everything that packing a checkpoint will do.
+    """Everything that converting a checkpoint will do.
 
     Attributes
     ----------
     checkpoint : Checkpoint
+    target : Target
     destination : Path
+    folder : bool
+        Whether the output is a folder or one file.
     force : bool
     layers : dict of str to LayerPlan
     shards : dict of str to dict of str to TensorInfo
         Output files by name (for a single file: the one name), with their tensors.
+    home : dict of str to str
+        Which of them each copied tensor goes into, by its name, and each layer, by that of its first tensor.
     copied, skipped : tuple of str
         Other files of a model folder that go along, and those that do not: weights in other formats, hidden
         files, and configs whose content moves into the new config.json.
     """
 
     checkpoint: Checkpoint
+    target: Target
     destination: Path
+    folder: bool
     force: bool
     layers: dict[str, LayerPlan]
     shards: dict[str, dict[str, TensorInfo]]
+    home: dict[str, str]
     copied: tuple[str, ...]
     skipped: tuple[str, ...]
 
@@ -103,7 +120,11 @@ class PackPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(note for layer in self.layers.values() for note in layer.notes)
+        return tuple(note for layer in self.layers.values() for note in layer.outline.notes)
+
+    def layers_in(self, shard: str) -> dict[str, LayerPlan]:
+        """Return the layers that go into an output file."""
+        return {name: p for name, p in self.layers.items() if self.home[p.source.tensors[0]] == shard}
 
 
 def pack_checkpoint(
@@ -114,6 +135,7 @@ def pack_checkpoint(
     Parameters
     ----------
     source, destination : str or Path
+        A GGUF file becomes a folder, unless `destination` ends in ``.safetensors``.
     force : bool
         Replace `destination` if it exists (a folder only if it holds a packed model).
     progress : callable, optional
@@ -134,128 +156,217 @@ def pack_checkpoint(
     return plan
 
 
-def plan_pack(source: str | Path, destination: str | Path, *, force: bool = False) -> PackPlan:
-    """Check a checkpoint and say what packing it will write."""
-    source, destination = Path(source), Path(destination)
-    checkpoint = open_checkpoint(source)
-    files = checkpoint.files
-    _check_places(files, destination, force)
-    if is_packed(files):
+def plan_pack(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    force: bool = False,
+    checkpoint: Checkpoint | None = None,
+    options: ReadOptions | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    shard_size: int | None = None,
+) -> PackPlan:
+    """Check a checkpoint and say what packing it will write.
+
+    Parameters
+    ----------
+    source, destination, force
+        As for `pack_checkpoint`.
+    checkpoint : Checkpoint, optional
+        `source`, opened already.
+    options : ReadOptions, optional
+    include, exclude : sequence of str
+        Shell patterns of layer names. Layers that match none of `include` (if given), or one of `exclude`,
+        are written dense, as ``X.weight`` [N, K].
+    shard_size : int, optional
+        Most bytes of tensors in an output file, where one tensor or layer is not larger by itself. Without it
+        the output has the files of the source.
+    """
+    source = Path(source)
+    checkpoint = checkpoint or open_checkpoint(source, options or ReadOptions())
+    if is_packed(checkpoint.files):
         raise CheckpointError(f"{source}: is packed already")
     if not checkpoint.layers:
         raise CheckpointError(f"{source}: holds no 4-bit layer to pack")
-    layers = {name: _plan_layer(layer) for name, layer in checkpoint.layers.items()}
-    shards = _plan_shards(checkpoint, layers)
+    return plan_conversion(
+        checkpoint,
+        Path(destination),
+        PackedTarget(),
+        force=force,
+        include=include,
+        exclude=exclude,
+        shard_size=shard_size,
+    )
+
+
+def plan_conversion(
+    checkpoint: Checkpoint,
+    destination: Path,
+    target: Target,
+    *,
+    force: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    shard_size: int | None = None,
+) -> PackPlan:
+    """Check a checkpoint and say what writing it for any target will write."""
+    files = checkpoint.files
+    folder = files.is_folder or (files.becomes_folder and destination.suffix != ".safetensors")
+    if shard_size is not None and not folder:
+        raise CheckpointError(f"{destination}: is one file, which a shard size would divide; name a folder")
+    _check_places(files, destination, folder, force)
+    chosen = _chosen(checkpoint, include, exclude)
+    layers = {
+        name: _plan_layer(layer, target if name in chosen else DenseTarget(None))
+        for name, layer in checkpoint.layers.items()
+    }
+    target.check({name: p.outline for name, p in layers.items() if name in chosen}, str(files.path))
+    _check_names(checkpoint, layers)
+    shards, home = _plan_shards(checkpoint, layers, folder, shard_size)
     copied, skipped = other_files(files) if files.is_folder else ((), ())
-    return PackPlan(checkpoint, destination, force, layers, shards, copied, skipped)
+    return PackPlan(checkpoint, target, destination, folder, force, layers, shards, home, copied, skipped)
 
 
-def run_pack(plan: PackPlan, progress: Progress | None = None) -> None:
-    """Do what `plan` says."""
-    files = plan.checkpoint.files
+def run_pack(
+    plan: PackPlan,
+    progress: Progress | None = None,
+    *,
+    jobs: int = 1,
+    device: bool = False,
+    resumable: bool = False,
+) -> None:
+    """Do what `plan` says.
+
+    Parameters
+    ----------
+    plan : PackPlan
+    progress : callable, optional
+        Called with the source bytes done since the last call.
+    jobs : int
+        Layers converted at the same time; each takes about 5 bytes of memory a weight.
+    device : bool
+        Pack on the current GPU.
+    resumable : bool
+        Keep finished files if interrupted, and take those that an interrupted run of the same plan has left.
+    """
     advance = progress or (lambda count: None)
+    if resumable and not plan.folder:
+        raise CheckpointError(f"{plan.destination}: is one file; only a folder can be resumed, file by file")
     try:
-        with published(
-            plan.destination, folder=files.is_folder, force=plan.force, may_replace=_is_own_output
-        ) as temporary:
+        with (
+            warnings.catch_warnings(),
+            published(
+                plan.destination,
+                folder=plan.folder,
+                force=plan.force,
+                may_replace=_is_own_output,
+                keep=resume.fingerprint(plan) if resumable else None,
+            ) as temporary,
+        ):
+            warnings.simplefilter("ignore", CheckpointWarning)  # the plan has them already
             for shard, tensors in plan.shards.items():
-                _write_shard(
-                    plan, shard, temporary / shard if files.is_folder else temporary, tensors, advance
-                )
-            if files.is_folder:
-                tensors_by_shard = {shard: tuple(tensors) for shard, tensors in plan.shards.items()}
-                write_index(files, temporary, tensors_by_shard, plan.bytes_after)
-                write_config(files, temporary)
-                copy_files(files, temporary, plan.copied)
+                path = temporary / shard if plan.folder else temporary
+                if resumable and resume.is_done(path, tensors):
+                    advance(_source_bytes(plan, shard))
+                    continue
+                _write_shard(plan, shard, path, tensors, advance, max(1, jobs), device)
+            if plan.folder:
+                _write_companions(plan, temporary)
     except OSError as error:  # those of the source's files are CheckpointErrors that name the file
         raise CheckpointError(f"{plan.destination}: cannot be written: {error.strerror or error}") from None
 
 
-def to_marlin(layer: SourceLayer) -> MarlinWeight:
-    """Read a layer of any format as a packed weight."""
-    try:
-        weight = layer.read()
-        return weight if isinstance(weight, MarlinWeight) else pack(_split_groups(weight))
-    except CheckpointError:
-        raise
-    except MarlinJitError as error:
-        raise CheckpointError(f"{layer.files.path}: layer {layer.name}: {error}") from None
+def _write_companions(plan: PackPlan, folder: Path) -> None:
+    files = plan.checkpoint.files
+    if len(plan.shards) > 1 or files.index_name is not None:
+        tensors_by_shard = {shard: tuple(tensors) for shard, tensors in plan.shards.items()}
+        write_index(files, folder, tensors_by_shard, plan.bytes_after)
+    write_documents(folder, files.documents)
+    if files.is_folder:
+        write_config(files, folder, plan.target.config)
+        copy_files(files, folder, plan.copied)
 
 
-def packed_group_size(K: int, group_size: int) -> int | None:
-    """Return the largest group size of the format that divides the weight's own, or None."""
-    if group_size in (-1, K):
-        return -1
-    return next(
-        (size for size in sorted(GROUP_SIZES, reverse=True) if size > 0 and group_size % size == 0), None
-    )
+def _chosen(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
+    """Return the layers that the patterns choose. A pattern that chooses nothing is a mistake."""
+    for pattern in (*include, *exclude):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in checkpoint.layers):
+            raise CheckpointError(f"{checkpoint.files.path}: no layer is called like {pattern!r}")
+
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    chosen = {
+        name
+        for name in checkpoint.layers
+        if (not include or matches(name, include)) and not matches(name, exclude)
+    }
+    if checkpoint.layers and not chosen:
+        raise CheckpointError(f"{checkpoint.files.path}: the patterns leave no layer")
+    return chosen
 
 
-def _split_groups(weight: QuantWeight) -> QuantWeight:
-    """Split groups into equal ones of a size that the format holds, with the same scale and zero."""
-    size = packed_group_size(weight.K, weight.group_size)
-    if size is None or size == weight.group_size:
-        return weight
-    parts = weight.group_size // size
-
-    def repeated(array: NDArray[Any]) -> NDArray[Any]:
-        return np.repeat(array, parts, axis=0)
-
-    zero = None if weight.zero is None else repeated(weight.zero)
-    return QuantWeight(weight.q, repeated(weight.scale), zero, size, weight.g_idx)
-
-
-def _plan_layer(layer: SourceLayer) -> LayerPlan:
-    found = layer.outline()
-    size = packed_group_size(found.K, found.group_size)
+def _plan_layer(layer: SourceLayer, target: Target) -> LayerPlan:
+    outline = layer.outline()
     where = f"{layer.files.path}: layer {layer.name}"
-    if size is None:
-        raise CheckpointError(
-            f"{where}: group size {found.group_size} is no multiple of 32; the Marlin format holds "
-            f"{GROUP_SIZES}"
-        )
-    if found.permuted and size != found.group_size:
-        raise CheckpointError(
-            f"{where}: group size {found.group_size} with activation order; packed are {GROUP_SIZES}"
-        )
-    entry = LayerEntry(found.K, found.N, size, found.dtype, layer.format)
-    after = layer_tensors(layer.name, entry, found.symmetric, found.permuted)
-    return LayerPlan(
-        source=layer,
-        entry=entry,
-        source_group_size=found.group_size,
-        symmetric=found.symmetric,
-        permuted=found.permuted,
-        notes=found.notes,
-        bytes_before=layer.nbytes,
-        bytes_after=sum(info.nbytes for info in after.values()),
-    )
+    group_size, tensors = target.tensors(layer.name, layer.format, outline, where)
+    return LayerPlan(layer, outline, target, group_size, tensors)
 
 
-def _plan_shards(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> dict[str, dict[str, TensorInfo]]:
-    """Return the tensors of each output file.
+def _check_names(checkpoint: Checkpoint, layers: dict[str, LayerPlan]) -> None:
+    """Raise if a tensor that is copied has a name that a layer's target keeps for itself."""
+    others = set(checkpoint.others)
+    for name, plan in layers.items():
+        for tensor in plan.target.reserved_names(name):
+            if tensor in others:
+                raise CheckpointError(
+                    f"{checkpoint.files.path}: tensor {tensor} belongs to no layer, but packing reserves its "
+                    f"name for layer {name}"
+                )
+
+
+# ---- which file everything goes into ----------------------------------------------------------------------
+
+
+def _plan_shards(
+    checkpoint: Checkpoint, layers: dict[str, LayerPlan], folder: bool, shard_size: int | None
+) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, str]]:
+    """Return the tensors of each output file, and where each source tensor that starts something goes.
 
     A layer goes where its codes are; a file left without tensors is dropped.
     """
     files = checkpoint.files
-    shards: dict[str, dict[str, TensorInfo]] = {shard: {} for shard in files.shards}
-    others = set(checkpoint.others)
-    for name in checkpoint.others:
-        shards[files.shard_of(name)][name] = replace(files.info(name), start=0)
-    for name, plan in layers.items():
-        for tensor in reserved_names(name):
-            if tensor in others:
-                raise CheckpointError(
-                    f"{files.path}: tensor {tensor} belongs to no layer, but packing reserves its name for "
-                    f"layer {name}"
-                )
-        shards[files.shard_of(plan.source.tensors[0])].update(
-            layer_tensors(name, plan.entry, plan.symmetric, plan.permuted)
-        )
-    return {shard: tensors for shard, tensors in shards.items() if tensors}
+    units = {name: {name: replace(files.info(name), start=0)} for name in checkpoint.others}
+    units |= {plan.source.tensors[0]: plan.tensors for plan in layers.values()}
+    if shard_size is not None:
+        home = _deal(files, units, shard_size)
+    elif folder and not files.is_folder:
+        home = dict.fromkeys(units, "model.safetensors")
+    else:
+        home = {unit: files.shard_of(unit) for unit in units}
+    shards: dict[str, dict[str, TensorInfo]] = {shard: {} for shard in sorted(set(home.values()))}
+    for unit, tensors in units.items():
+        shards[home[unit]].update(tensors)
+    return shards, home
 
 
-def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
+def _deal(files: ModelFiles, units: dict[str, dict[str, TensorInfo]], shard_size: int) -> dict[str, str]:
+    """Deal tensors and layers out to new files, in the order of the source."""
+    number, filled = 0, 0
+    numbers: dict[str, int] = {}
+    for unit in (name for name in files if name in units):
+        nbytes = sum(info.nbytes for info in units[unit].values())
+        if filled and filled + nbytes > shard_size:
+            number, filled = number + 1, 0
+        numbers[unit] = number
+        filled += nbytes
+    if not number:
+        return dict.fromkeys(numbers, "model.safetensors")
+    return {unit: f"model-{i + 1:05d}-of-{number + 1:05d}.safetensors" for unit, i in numbers.items()}
+
+
+def _check_places(files: ModelFiles, destination: Path, folder: bool, force: bool) -> None:
     """Raise if the two are in each other's way, or what is at the destination may not be replaced."""
     try:
         source, target = files.path.resolve(), destination.resolve()
@@ -267,7 +378,7 @@ def _check_places(files: ModelFiles, destination: Path, force: bool) -> None:
         raise CheckpointError(f"{destination}: lies inside the source folder; choose a place outside it")
     if source.is_relative_to(target):
         raise CheckpointError(f"{destination}: holds the source; choose another place")
-    check_destination(destination, folder=files.is_folder, force=force, may_replace=_is_own_output)
+    check_destination(destination, folder=folder, force=force, may_replace=_is_own_output)
 
 
 def _is_own_output(folder: Path) -> bool:
@@ -278,29 +389,71 @@ def _is_own_output(folder: Path) -> bool:
         return False
 
 
+# ---- writing ----------------------------------------------------------------------------------------------
+
+
 def _write_shard(
-    plan: PackPlan, shard: str, path: Path, tensors: dict[str, TensorInfo], advance: Progress
+    plan: PackPlan,
+    shard: str,
+    path: Path,
+    tensors: dict[str, TensorInfo],
+    advance: Progress,
+    jobs: int,
+    device: bool,
 ) -> None:
     files = plan.checkpoint.files
-    here = {
-        name: layer for name, layer in plan.layers.items() if files.shard_of(layer.source.tensors[0]) == shard
-    }
+    here = plan.layers_in(shard)
     # What the source says about itself stays, except the keys that now say something else.
-    metadata = {
-        **files.shards[shard].metadata,
-        **file_metadata({name: layer.entry for name, layer in here.items()}),
-    }
-    with SafetensorsWriter(path, tensors, metadata) as writer:
+    metadata = {**_source_metadata(files, shard), **plan.target.metadata(here)}
+    unfinished = path.with_name(path.name + resume.UNFINISHED) if plan.folder else path
+    with SafetensorsWriter(unfinished, tensors, metadata) as writer:
         for name in plan.checkpoint.others:
-            if files.shard_of(name) == shard:
+            if plan.home[name] == shard:
                 writer.write(name, _counted(files.chunks(name), advance))
-        for name, layer in here.items():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", CheckpointWarning)  # the plan has them already
-                weight = to_marlin(layer.source)
-            for tensor, array in layer_arrays(name, weight).items():
+        for layer, arrays in _converted(here.values(), jobs, device):
+            for tensor, array in arrays.items():
                 writer.write(tensor, array)
             advance(layer.bytes_before)
+    if unfinished != path:
+        unfinished.rename(path)
+
+
+def _source_metadata(files: ModelFiles, shard: str) -> dict[str, str]:
+    """Return the metadata of the source file of the same name, or what all source files agree on."""
+    if shard in files.shards:
+        return files.shards[shard].metadata
+    first, *others = (file.metadata for file in files.shards.values())
+    return {key: value for key, value in first.items() if all(m.get(key) == value for m in others)}
+
+
+def _source_bytes(plan: PackPlan, shard: str) -> int:
+    files = plan.checkpoint.files
+    copied = sum(files.info(name).nbytes for name in plan.checkpoint.others if plan.home[name] == shard)
+    return copied + sum(layer.bytes_before for layer in plan.layers_in(shard).values())
+
+
+def _converted(
+    layers: Iterable[LayerPlan], jobs: int, device: bool
+) -> Iterator[tuple[LayerPlan, dict[str, NDArray[Any]]]]:
+    """Yield the layers with their arrays, in order, `jobs` of them being converted at the same time."""
+    if jobs == 1:
+        for layer in layers:
+            yield layer, layer.target.arrays(layer.source, device)
+        return
+    waiting: list[tuple[LayerPlan, Future[dict[str, NDArray[Any]]]]] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for layer in layers:
+                if len(waiting) == jobs:
+                    first, future = waiting.pop(0)
+                    yield first, future.result()
+                waiting.append((layer, pool.submit(layer.target.arrays, layer.source, device)))
+            while waiting:
+                first, future = waiting.pop(0)
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
 
 
 def _counted(chunks: Iterator[bytes], advance: Progress) -> Iterator[bytes]:

@@ -99,21 +99,21 @@ class Checkpoint:
         return ", ".join(sorted({layer.format for layer in self.layers.values()})) or "unquantized"
 
 
-def open_checkpoint(path: str | Path, options: ReadOptions = ReadOptions()) -> Checkpoint:  # noqa: B008
+def open_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Checkpoint:
     """Open a checkpoint of any format that is read: a folder or one safetensors file.
 
     Parameters
     ----------
     path : str or Path
         GPTQ, AWQ, Marlin or packed by this package.
-    options : ReadOptions
+    options : ReadOptions, optional
 
     Raises
     ------
     CheckpointError
         Damaged files, contradicting configs, formats that are not read.
     """
-    path = Path(path)
+    path, options = Path(path), options or ReadOptions()
     gguf = gguf_files.find(path)
     if gguf is not None:
         gguf_model = gguf_files.GGUFFiles(gguf)

@@ -8,7 +8,7 @@ there, exactly once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class ModelFiles:
     CheckpointError
         A file missing or damaged, a shard outside the folder, a tensor in no shard or in two.
     """
+
+    becomes_folder = False
+    """Whether a single file's natural output is a folder."""
+    documents: Mapping[str, dict[str, Any]] = {}
+    """What the weight files say besides: JSON files to write beside the output, by name."""
 
     def __init__(self, path: Path) -> None:
         try:

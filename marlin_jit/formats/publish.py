@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from marlin_jit.errors import CheckpointError
 
@@ -45,7 +46,12 @@ def check_destination(
 
 @contextmanager
 def published(
-    destination: Path, *, folder: bool, force: bool, may_replace: Callable[[Path], bool] | None = None
+    destination: Path,
+    *,
+    folder: bool,
+    force: bool,
+    may_replace: Callable[[Path], bool] | None = None,
+    keep: str | None = None,
 ) -> Iterator[Path]:
     """Yield a path to write to; rename it to `destination` at the end, or remove it if anything fails.
 
@@ -60,6 +66,9 @@ def published(
     may_replace : callable, optional
         Says whether a folder may be replaced. It is asked before the work and again at the end, because the
         folder may have been exchanged in between. Without it no folder is replaced.
+    keep : str, optional
+        For a folder: keep the safetensors files in it if anything fails, and start with those that were kept
+        under the same text.
 
     Raises
     ------
@@ -67,27 +76,85 @@ def published(
         What is at `destination`, now or when the output is complete, may not be replaced; it is left alone.
     """
     check_destination(destination, folder=folder, force=force, may_replace=may_replace)
+    if keep is not None:
+        with _kept(destination, keep) as temporary:
+            yield temporary
+            (temporary / _KEPT).unlink()
+            _put_in_place(temporary, destination, folder, force, may_replace)
+        return
     # 50 characters take at most 200 of the 255 bytes that a name may have.
     temporary = destination.with_name(f".{destination.name[:50]}.{secrets.token_hex(4)}.partial")
     try:
         if folder:
             temporary.mkdir()
         yield temporary
-        _sync_folder(temporary if folder else temporary.parent)
-        if force and not folder:
-            _check_replaceable(destination, destination, folder, may_replace)
-            os.replace(temporary, destination)
-        elif force and _status(destination) is not None:
-            _replace_folder(temporary, destination, may_replace)
-        else:
-            _rename_to_new(temporary, destination)
-        _sync_folder(destination.parent)
+        _put_in_place(temporary, destination, folder, force, may_replace)
     except BaseException:  # also Ctrl-C: nothing half-written stays
         if folder:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
         raise
+
+
+_KEPT = ".marlin-jit-resume"
+"""In an unfinished folder that is kept: what it is of. Locked by the run that writes."""
+
+
+@contextmanager
+def _kept(destination: Path, text: str) -> Iterator[Path]:
+    """Yield the unfinished folder of an earlier run with the same text, or a new one, and keep it."""
+    folder = destination.with_name(f".{destination.name[:50]}.resume.partial")
+    status = _status(folder)
+    if status is not None and not (stat.S_ISDIR(status.st_mode) and (folder / _KEPT).is_file()):
+        raise CheckpointError(f"{folder}: is in the way of an output that can be resumed; remove it")
+    folder.mkdir(exist_ok=True)
+    with (folder / _KEPT).open("a+", encoding="utf-8") as marker:
+        _lock(marker, folder)
+        marker.seek(0)
+        same = marker.read() == text
+        for entry in folder.iterdir():
+            if entry.name == _KEPT or (same and entry.suffix == ".safetensors"):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        marker.truncate(0)
+        marker.write(text)
+        marker.flush()
+        yield folder
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Hold the file until it is closed, however the process ends, if the system knows such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise CheckpointError(f"{folder}: another run is writing there") from None
+
+
+def _put_in_place(
+    temporary: Path,
+    destination: Path,
+    folder: bool,
+    force: bool,
+    may_replace: Callable[[Path], bool] | None,
+) -> None:
+    """Rename complete output to its name."""
+    _sync_folder(temporary if folder else temporary.parent)
+    if force and not folder:
+        _check_replaceable(destination, destination, folder, may_replace)
+        os.replace(temporary, destination)
+    elif force and _status(destination) is not None:
+        _replace_folder(temporary, destination, may_replace)
+    else:
+        _rename_to_new(temporary, destination)
+    _sync_folder(destination.parent)
 
 
 def _status(path: Path) -> os.stat_result | None:
