@@ -38,7 +38,7 @@ __all__ = ["DenseTarget", "PackedTarget", "Target", "to_marlin"]
 
 
 class Target(ABC):
-    """A format that layers are written in."""
+    """A format that layers are written in. Two targets with the same ``repr`` write the same bytes."""
 
     @abstractmethod
     def tensors(
@@ -73,6 +73,7 @@ class Target(ABC):
         return
 
 
+@dataclass(frozen=True)
 class PackedTarget(Target):
     """The packed format: `marlin_jit.formats.packed`."""
 

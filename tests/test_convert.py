@@ -1,0 +1,371 @@
+"""The conversion engine: files of a chosen size, several layers at once, going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_maker import gptq_config, gptq_layer, write_model, write_shards
+from helpers import random_codes, random_scales
+from safetensors import safe_open
+
+from marlin_jit.errors import CheckpointError
+from marlin_jit.formats import (
+    ReadOptions,
+    load,
+    open_checkpoint,
+    pack_checkpoint,
+    plan_pack,
+    run_pack,
+    targets,
+)
+from marlin_jit.pack import dequantize
+
+NAMES = [f"model.layers.{i}.{part}" for i in range(4) for part in ("q_proj", "up_proj")]
+
+
+def model(folder: Path, rng: np.random.Generator, K: int = 128, N: int = 64, files: int = 3) -> Path:
+    """A GPTQ model of eight layers and two other tensors in several files."""
+    everything = {
+        "model.norm.weight": np.arange(K, dtype=np.float16),
+        "model.embed.weight": np.ones((9, K), np.float32),
+    }
+    for name in NAMES:
+        zero_point = rng.integers(0, 16, (K // 32, N), dtype=np.uint8)
+        layer = gptq_layer(random_codes(rng, K, N), random_scales(rng, K // 32, N), zero_point)
+        everything |= {f"{name}.{key}": array for key, array in layer.items()}
+    write_model(folder, gptq_config(checkpoint_format="gptq_v2"), {}, everything)
+    if files > 1:
+        (folder / "model.safetensors").unlink()
+        names, step = list(everything), -(-len(everything) // files)
+        write_shards(
+            folder,
+            {
+                f"model-{i + 1:05d}-of-{files:05d}.safetensors": {
+                    name: everything[name] for name in names[i * step : (i + 1) * step]
+                }
+                for i in range(files)
+            },
+        )
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Every tensor of a folder, by name, as bytes; each must be in one file only."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118
+                assert name not in found
+                found[name] = file.get_tensor(name).tobytes()
+    return found
+
+
+def no_bytes(count: int) -> None:
+    """Progress that nobody watches."""
+
+
+# ---- files of a chosen size ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_size", [1, 20_000, 45_000, 10**9])
+def test_a_chosen_shard_size(tmp_path: Path, rng: np.random.Generator, shard_size: int) -> None:
+    source = model(tmp_path / "m", rng)
+    pack_checkpoint(source, tmp_path / "plain")
+    plan = plan_pack(source, tmp_path / "out", shard_size=shard_size)
+    run_pack(plan)
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "plain")
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    units = len(NAMES) + 2
+    if shard_size == 1:
+        assert len(files) == units
+    for name in files:
+        with safe_open(tmp_path / "out" / name, framework="np") as file:
+            size = sum(file.get_tensor(t).nbytes for t in file.keys())  # noqa: SIM118
+            layers = json.loads(file.metadata()["layers"])
+        assert size <= shard_size or len(layers) <= 1
+    if len(files) == 1:
+        assert files == ["model.safetensors"]
+    else:
+        assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(map(len, tensors(tmp_path / "out").values()))
+    assert set(index["weight_map"]) == set(tensors(tmp_path / "out"))
+    assert set(load(tmp_path / "out")) == set(NAMES)
+
+
+def test_a_single_file_is_not_divided(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = model(tmp_path / "m", rng, files=1) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="is one file, which a shard size would divide"):
+        plan_pack(source, tmp_path / "out.safetensors", shard_size=1000)
+
+
+# ---- several layers at once ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 20])
+def test_jobs_change_no_byte(tmp_path: Path, rng: np.random.Generator, jobs: int) -> None:
+    source = model(tmp_path / "m", rng)
+    pack_checkpoint(source, tmp_path / "one")
+    done: list[int] = []
+    plan = plan_pack(source, tmp_path / "many")
+    run_pack(plan, done.append, jobs=jobs)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes()
+    assert sum(done) == plan.bytes_before
+
+
+def test_an_error_in_one_of_several_jobs_leaves_nothing(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model(tmp_path / "m", rng)
+    interrupt(monkeypatch, after=3, error=CheckpointError("in the middle"))
+    with pytest.raises(CheckpointError, match="in the middle"):
+        run_pack(plan_pack(source, tmp_path / "out"), jobs=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_memory_is_that_of_the_jobs_and_not_of_the_model(tmp_path: Path, rng: np.random.Generator) -> None:
+    K, N = 1024, 1024
+    source = model(tmp_path / "m", rng, K, N)
+    for jobs in (1, 2):
+        plan = plan_pack(source, tmp_path / f"out{jobs}")
+        tracemalloc.start()
+        run_pack(plan, jobs=jobs)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # Codes, words before and after, and one temporary array as large as the codes; half a MB besides.
+        assert peak < (jobs + 1) * 4 * K * N + 5e5
+
+
+# ---- going on --------------------------------------------------------------------------------------------
+
+
+REAL = targets.to_marlin
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException | None = None) -> list[str]:
+    """Let packing fail after some layers. Returns the names of layers packed, as they are."""
+    done: list[str] = []
+
+    def counted(layer: Any, device: bool) -> Any:
+        if error is not None and len(done) == after:
+            raise error
+        done.append(layer.name)
+        return REAL(layer, device)
+
+    monkeypatch.setattr(targets, "to_marlin", counted)
+    return done
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_finished_files_are_not_made_again(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    source = model(tmp_path / "m", rng)
+    pack_checkpoint(source, tmp_path / "plain")
+    interrupt(monkeypatch, after=5, error=error)
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+    assert not (tmp_path / "out").exists()
+    (kept,) = tmp_path.glob(".out.*")
+    whole = {path.name for path in kept.glob("*.safetensors")}
+    assert 0 < len(whole) < 3
+    done = interrupt(monkeypatch, after=0)
+    count: list[int] = []
+    plan = plan_pack(source, tmp_path / "out")
+    run_pack(plan, count.append, resumable=True)
+    assert set(done) == {
+        name for shard in plan.shards if shard not in whole for name in plan.layers_in(shard)
+    }
+    assert sum(count) == plan.bytes_before
+    names = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def change_source(source: Path) -> dict[str, Any]:
+    path = sorted(source.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes())  # the same bytes, but who knows
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_source,
+        lambda source: {"shard_size": 20_000},
+        lambda source: {"exclude": [NAMES[0]]},
+        lambda source: {"options": ReadOptions(zero_format="v1")},
+    ],
+    ids=["source", "shard size", "patterns", "options"],
+)
+def test_files_of_another_plan_are_not_taken_over(
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], dict[str, Any]],
+) -> None:
+    source = model(tmp_path / "m", rng)
+    interrupt(monkeypatch, after=6, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+    settings = change(source)
+    done = interrupt(monkeypatch, after=0)
+    plan = plan_pack(source, tmp_path / "out", **settings)
+    run_pack(plan, resumable=True)
+    packed = {name for name, layer in plan.layers.items() if isinstance(layer.target, targets.PackedTarget)}
+    assert set(done) == packed
+
+
+def test_damaged_files_are_made_again(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model(tmp_path / "m", rng)
+    pack_checkpoint(source, tmp_path / "plain")
+    interrupt(monkeypatch, after=7, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+    (kept,) = tmp_path.glob(".out.*")
+    for path in kept.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    (kept / "stray").mkdir()
+    (kept / "stray/file").write_text("x")
+    done = interrupt(monkeypatch, after=0)
+    run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+    assert set(done) == set(NAMES)
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "plain")
+    assert not (tmp_path / "out/stray").exists()
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path, rng: np.random.Generator) -> None:
+    pytest.importorskip("fcntl")
+    source = model(tmp_path / "m", rng)
+    second: list[Exception] = []
+
+    def meanwhile(count: int) -> None:
+        if not second:
+            try:
+                run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+            except CheckpointError as error:
+                second.append(error)
+
+    run_pack(plan_pack(source, tmp_path / "out"), meanwhile, resumable=True)
+    assert "another run is writing there" in str(second[0])
+    assert set(load(tmp_path / "out")) == set(NAMES)
+
+
+def test_only_folders_are_resumed(tmp_path: Path, rng: np.random.Generator) -> None:
+    source = model(tmp_path / "m", rng, files=1) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="only a folder can be resumed"):
+        run_pack(plan_pack(source, tmp_path / "out.safetensors"), resumable=True)
+
+
+def test_what_is_not_ours_is_not_taken_for_an_unfinished_output(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    source = model(tmp_path / "m", rng)
+    stranger = tmp_path / ".out.resume.partial"
+    stranger.mkdir()
+    (stranger / "thesis").write_text("x")
+    with pytest.raises(CheckpointError, match="is in the way of an output that can be resumed"):
+        run_pack(plan_pack(source, tmp_path / "out"), resumable=True)
+    assert (stranger / "thesis").read_text() == "x"
+
+
+# ---- some layers only ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "packed"),
+    [
+        ({"include": ["*.up_proj"]}, {name for name in NAMES if name.endswith("up_proj")}),
+        ({"exclude": ["model.layers.[03].*"]}, {n for n in NAMES if ".1." in n or ".2." in n}),
+        ({"include": ["*.up_proj", "*.0.*"], "exclude": ["*.0.q_proj"]}, {n for n in NAMES if "up" in n}),
+    ],
+)
+def test_layers_that_are_left_out_are_written_dense(
+    tmp_path: Path, rng: np.random.Generator, patterns: dict[str, list[str]], packed: set[str]
+) -> None:
+    source = model(tmp_path / "m", rng)
+    run_pack(plan_pack(source, tmp_path / "out", **patterns), jobs=2)
+    out = load(tmp_path / "out")
+    assert set(out) == packed
+    layers = open_checkpoint(source).layers
+    for name in NAMES:
+        weight = dequantize(layers[name].read())
+        if name in packed:
+            assert np.array_equal(dequantize(out[name]), weight)
+        else:
+            assert np.array_equal(out.tensors[f"{name}.weight"].T, weight)
+    assert np.array_equal(out.tensors["model.norm.weight"], np.arange(128, dtype=np.float16))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"include": ["*.k_proj"]}, r"no layer is called like '\*.k_proj'"),
+        ({"exclude": ["*.k_proj"]}, r"no layer is called like '\*.k_proj'"),
+        ({"exclude": ["*"]}, "the patterns leave no layer"),
+    ],
+)
+def test_patterns_that_choose_nothing_are_refused(
+    tmp_path: Path, rng: np.random.Generator, patterns: dict[str, list[str]], message: str
+) -> None:
+    source = model(tmp_path / "m", rng)
+    with pytest.raises(CheckpointError, match=message):
+        plan_pack(source, tmp_path / "out", **patterns)
+
+
+# ---- scales that are not finite --------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::marlin_jit.formats.CheckpointWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_bad_scales_become_zero_only_when_asked_for(
+    tmp_path: Path, rng: np.random.Generator, value: float
+) -> None:
+    scale = random_scales(rng, 4, 64)
+    scale[2, 7] = value
+    scale[3, 1] = value
+    layer = gptq_layer(random_codes(rng, 128, 64), scale, rng.integers(0, 16, (4, 64), dtype=np.uint8))
+    source = write_model(tmp_path / "m", gptq_config(checkpoint_format="gptq_v2"), {"a": layer})
+    with pytest.raises(
+        CheckpointError, match=r"tensor a.scales has 2 NaN or infinite of 256 scales, the first"
+    ):
+        plan_pack(source, tmp_path / "out")
+    plan = plan_pack(source, tmp_path / "out", options=ReadOptions(fix_nan_scales=True))
+    (note,) = plan.notes
+    assert "a.scales: 2 NaN or infinite of 256 scales are taken as 0, the first at index [2, 7]" in note
+    run_pack(plan)
+    weight = dequantize(load(tmp_path / "out")["a"]).astype(np.float64)
+    assert (weight[64:96, 7] == 0).all() and (weight[96:, 1] == 0).all()
+    z = unpack_zero_points(layer["qzeros"])
+    q = unpack_codes(layer["qweight"])
+    finite = np.where(np.isfinite(scale), scale, 0).astype(np.float64)
+    exact = (q - z.repeat(32, axis=0)) * finite.repeat(32, axis=0)
+    assert np.array_equal(weight, exact.astype(np.float16))
+
+
+def unpack_zero_points(words: np.ndarray) -> np.ndarray:
+    return (
+        (words.view(np.uint32)[:, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15)
+        .reshape(words.shape[0], -1)
+        .astype(np.float64)
+    )
+
+
+def unpack_codes(words: np.ndarray) -> np.ndarray:
+    return unpack_zero_points(np.ascontiguousarray(words.T)).T
+
+
+def test_progress_is_optional(tmp_path: Path, rng: np.random.Generator) -> None:
+    run_pack(plan_pack(model(tmp_path / "m", rng), tmp_path / "out"), no_bytes)
+    assert set(load(tmp_path / "out")) == set(NAMES)
