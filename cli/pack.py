@@ -8,42 +8,92 @@ from typing import Any
 
 import click
 
+from marlin_jit.cli.options import on_device, patterns, work
 from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
-from marlin_jit.formats import LayerPlan, PackPlan, plan_pack, run_pack
+from marlin_jit.formats import LayerPlan, PackPlan, ReadOptions, plan_pack, run_pack
 
-__all__ = ["pack"]
+__all__ = ["execute", "pack"]
 
 
 @click.command()
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
+@patterns
 @click.option(
-    "--force", is_flag=True, help="Replace DST if it exists (a folder only if it holds a packed model)."
+    "--zero-format",
+    type=click.Choice(["auto", "v1", "v2"]),
+    default="auto",
+    show_default=True,
+    help="How GPTQ zero points are stored: v1 minus one, v2 as they are; auto: as the config says.",
 )
+@click.option("--fix-nan-scales", is_flag=True, help="Take NaN and infinite scales as 0.")
+@click.option("--dequantize-others", is_flag=True, help="Keep GGUF tensors of other types, dequantized.")
+@work
 @click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
-def pack(src: Path, dst: Path, force: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def pack(
+    src: Path,
+    dst: Path,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    zero_format: str,
+    fix_nan_scales: bool,
+    dequantize_others: bool,
+    shard_size: int | None,
+    jobs: int,
+    device: str,
+    resume: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Pack the 4-bit checkpoint SRC into DST: a model folder into a folder, a safetensors file into a file.
 
-    Reads GPTQ (v1, v2), AWQ (gemm) and Marlin checkpoints. Everything else in SRC goes along unchanged. DST
-    appears when it is complete; SRC is only read.
+    Reads GPTQ (v1, v2), AWQ (gemm), compressed-tensors (pack-quantized), Marlin and GGUF (Q4_0, Q4_1, Q4_K)
+    checkpoints; a GGUF file becomes a folder unless DST ends in .safetensors. Everything else in SRC goes
+    along unchanged; layers that patterns leave out go along dequantized. DST appears when it is complete; SRC
+    is only read.
     """
     start = time.perf_counter()
-    plan = plan_pack(src, dst, force=force)
+    options = ReadOptions(zero_format, fix_nan_scales, dequantize_others)
+    plan = plan_pack(
+        src, dst, force=force, options=options, include=include, exclude=exclude, shard_size=shard_size
+    )
+    execute(src, plan, start, "packing", "packed", jobs, device, resume, dry_run, as_json, quiet)
+
+
+def execute(
+    src: Path,
+    plan: PackPlan,
+    start: float,
+    doing: str,
+    done: str,
+    jobs: int,
+    device: str,
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run a plan and show its summary: what all commands that convert a checkpoint have in common."""
     if not dry_run:
-        with bytes_bar("packing", plan.bytes_before, wanted=not quiet) as advance:
-            run_pack(plan, advance)
+        with bytes_bar(doing, plan.bytes_before, wanted=not quiet) as advance:
+            run_pack(plan, advance, jobs=jobs, device=on_device(device), resumable=resume)
     seconds = time.perf_counter() - start
     if as_json:
         print_json(_as_json(src, plan, dry_run, seconds))
     elif not quiet:
-        _print_summary(src, plan, dry_run, seconds)
+        _print_summary(src, plan, f"would be {done}" if dry_run else f"{done} in {seconds:.2f} s")
 
 
-def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> None:
+def _print_summary(src: Path, plan: PackPlan, done: str) -> None:
     groups: dict[tuple[str, str, str, str], list[LayerPlan]] = {}
-    for layer in plan.layers.values():
+    dense = [name for name, layer in plan.layers.items() if layer.target != plan.target]
+    for name, layer in plan.layers.items():
+        if name in dense:
+            continue
         kind = "symmetric" if layer.outline.symmetric else "asymmetric"
         if layer.outline.permuted:
             kind += ", activation order"
@@ -56,13 +106,18 @@ def _print_summary(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> 
         before, after = sum(x.bytes_before for x in layers), sum(x.bytes_after for x in layers)
         rows.append([*key, str(len(layers)), size(before), size(after)])
     print_table(columns, rows)
+    if dense:
+        before = sum(plan.layers[name].bytes_before for name in dense)
+        after = sum(plan.layers[name].bytes_after for name in dense)
+        print_line(
+            f"left dense by the patterns: {counted(len(dense), 'layer')} ({size(before)} -> {size(after)})"
+        )
     others = plan.checkpoint.others
     carried = sum(plan.checkpoint.files.info(name).nbytes for name in others)
     tensors, files = counted(len(others), "other tensor"), counted(len(plan.copied), "other file")
     print_line(f"unchanged: {tensors} ({size(carried)}), {files}")
     if plan.skipped:
         print_line(f"left out: {', '.join(plan.skipped)}")
-    done = "would be packed" if dry_run else f"packed in {seconds:.2f} s"
     print_line(f"{src} -> {plan.destination}: {size(plan.bytes_before)} -> {size(plan.bytes_after)}, {done}")
 
 
@@ -89,6 +144,7 @@ def _as_json(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> dict[s
                 "dtype": layer.outline.dtype,
                 "symmetric": layer.outline.symmetric,
                 "activation_order": layer.outline.permuted,
+                "dense": layer.target != plan.target,
                 "bytes_before": layer.bytes_before,
                 "bytes_after": layer.bytes_after,
             }
