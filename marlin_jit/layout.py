@@ -88,8 +88,12 @@ def permute_scales(scales: Array) -> Array:
         A new contiguous array of the same dtype.
     """
     groups, columns = scales.shape
-    if groups == 1:
-        swapped = scales.reshape(columns // 32, 4, 4, 2).transpose(0, 2, 1, 3)
-    else:
-        swapped = scales.reshape(groups, columns // 64, 8, 8).transpose(0, 1, 3, 2)
-    return swapped.reshape(groups, columns)
+    if groups > 1:
+        return swap_columns(scales)
+    return scales.reshape(columns // 32, 4, 4, 2).transpose(0, 2, 1, 3).reshape(groups, columns)
+
+
+def swap_columns(rows: Array) -> Array:
+    """Reorder rows [R, N] as `permute_scales` does with several groups, whatever R is."""
+    count, columns = rows.shape
+    return rows.reshape(count, columns // 64, 8, 8).transpose(0, 1, 3, 2).reshape(count, columns)

@@ -99,3 +99,61 @@ def write_shards(folder: Path, shards: dict[str, dict[str, np.ndarray]]) -> None
     weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def ct_words(values: np.ndarray) -> np.ndarray:
+    """int32 [R, ceil(C/8)] of 0..15 [R, C], eight along a row; the last word is filled up with 0."""
+    rows, columns = values.shape
+    padded = np.pad(values, ((0, 0), (0, -columns % 8)))
+    return words(padded.reshape(rows, -1, 8))
+
+
+def ct_group(targets: tuple[str, ...] = ("Linear",), **changes: Any) -> dict[str, Any]:
+    """A config group of compressed-tensors; `changes` are those of its weights, ... leaves a key out."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+        "actorder": None,
+    } | changes
+    return {
+        "targets": list(targets),
+        "weights": {key: value for key, value in weights.items() if value is not ...},
+        "input_activations": None,
+        "output_activations": None,
+        "format": None,
+    }
+
+
+def ct_config(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups or (ct_group(),))},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    } | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def ct_layer(
+    q: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None = None,
+    g_idx: np.ndarray | None = None,
+    packed_zeros: bool = True,
+) -> dict[str, np.ndarray]:
+    """Tensors of a compressed-tensors layer; without `packed_zeros`, zero points as version 0.8 writes."""
+    tensors = {
+        "weight_packed": ct_words(q.T),
+        "weight_scale": np.ascontiguousarray(scale.T),
+        "weight_shape": np.array(q.T.shape, np.int64),
+    }
+    if zero_point is not None:
+        plain = np.ascontiguousarray((zero_point.astype(np.int8) - 8).T)
+        tensors["weight_zero_point"] = np.ascontiguousarray(ct_words(zero_point).T) if packed_zeros else plain
+    return tensors if g_idx is None else tensors | {"weight_g_idx": g_idx.astype(np.int32)}

@@ -73,7 +73,7 @@ def test_group_sizes(
         return
     plan = plan_pack(model, tmp_path / "out")
     packed = to_marlin(plan.checkpoint.layers["layer"])
-    assert packed.group_size == plan.layers["layer"].entry.group_size == packed_as
+    assert packed.group_size == plan.layers["layer"].group_size == packed_as
     group = np.arange(K) // (K // groups)
     exact = (q.astype(np.float64) - zeros[group]) * scale.astype(np.float64)[group]
     np.testing.assert_array_equal(dequantize(packed, np.float32), exact.astype(np.float32))

@@ -150,7 +150,7 @@ def test_header_lengths(tmp_path: Path, length: int) -> None:
         (b"1234", "damaged"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "Git LFS pointer"),
         (b"<!DOCTYPE html><html>", "web page"),
-        (b"GGUF\x03\0\0\0" + bytes(50), "GGUF file, which is not read yet"),
+        (b"GGUF\x03\0\0\0" + bytes(50), "is a GGUF file inside a safetensors model"),
     ],
 )
 def test_stand_ins_are_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -257,7 +257,6 @@ def test_one_tensor_in_two_shards(tmp_path: Path) -> None:
     ("names", "message"),
     [
         (["a.safetensors", "b.safetensors"], "2 safetensors files and no index; name one"),
-        (["model.gguf"], "holds a GGUF model, which is not read yet"),
         (["pytorch_model.bin"], "no [*].safetensors file"),
         ([], "no [*].safetensors file"),
     ],
