@@ -36,7 +36,10 @@ class LazyCommand(NamedTuple):
 
 
 COMMANDS = {
-    "pack": LazyCommand("marlin_jit.cli.pack", "pack", "Pack a GPTQ, AWQ or Marlin checkpoint."),
+    "pack": LazyCommand("marlin_jit.cli.pack", "pack", "Pack a 4-bit checkpoint of any format that is read."),
+    "unpack": LazyCommand(
+        "marlin_jit.cli.unpack", "unpack", "Turn a packed model back into GPTQ or dense weights."
+    ),
     "inspect": LazyCommand("marlin_jit.cli.inspect", "inspect", "Show what is in a checkpoint."),
     "verify": LazyCommand("marlin_jit.cli.verify", "verify", "Prove that a packed model equals its source."),
     "info": LazyCommand("marlin_jit.cli.info", "info", "Show device, driver, compiler and cache."),

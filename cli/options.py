@@ -12,7 +12,7 @@ import click
 from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import DeviceError
 
-__all__ = ["Size", "on_device", "patterns", "work"]
+__all__ = ["Size", "on_device", "patterns", "reading", "work"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 if TYPE_CHECKING:  # older releases of click have no parameter there
@@ -48,6 +48,25 @@ def patterns(command: _Command) -> _Command:
         metavar="PATTERN",
         help="Only layers called like this, with * ? [ ] as in a shell. May be repeated.",
     )(command)
+
+
+def reading(command: _Command) -> _Command:
+    """Add ``--zero-format``, ``--fix-nan-scales`` and ``--dequantize-others``: what `ReadOptions` holds."""
+    for option in (
+        click.option(
+            "--dequantize-others", is_flag=True, help="Keep GGUF tensors of other types, dequantized."
+        ),
+        click.option("--fix-nan-scales", is_flag=True, help="Take NaN and infinite scales as 0."),
+        click.option(
+            "--zero-format",
+            type=click.Choice(["auto", "v1", "v2"]),
+            default="auto",
+            show_default=True,
+            help="How GPTQ zero points are stored: v1 minus one, v2 as they are; auto: as the config says.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def work(command: _Command) -> _Command:

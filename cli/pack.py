@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from marlin_jit.cli.options import on_device, patterns, work
+from marlin_jit.cli.options import on_device, patterns, reading, work
 from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
 from marlin_jit.formats import LayerPlan, PackPlan, ReadOptions, plan_pack, run_pack
 
@@ -19,15 +19,7 @@ __all__ = ["execute", "pack"]
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @patterns
-@click.option(
-    "--zero-format",
-    type=click.Choice(["auto", "v1", "v2"]),
-    default="auto",
-    show_default=True,
-    help="How GPTQ zero points are stored: v1 minus one, v2 as they are; auto: as the config says.",
-)
-@click.option("--fix-nan-scales", is_flag=True, help="Take NaN and infinite scales as 0.")
-@click.option("--dequantize-others", is_flag=True, help="Keep GGUF tensors of other types, dequantized.")
+@reading
 @work
 @click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")

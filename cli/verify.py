@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from marlin_jit.cli.options import reading
 from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line
-from marlin_jit.formats import compare, open_checkpoint
+from marlin_jit.formats import ReadOptions, compare, open_checkpoint
 
 __all__ = ["verify"]
 
@@ -19,17 +20,31 @@ SHOWN = 20  # differences in plain text; --json has all of them
 @click.command()
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
+@reading
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def verify(ctx: click.Context, src: Path, dst: Path, as_json: bool) -> None:
+def verify(
+    ctx: click.Context,
+    src: Path,
+    dst: Path,
+    zero_format: str,
+    fix_nan_scales: bool,
+    dequantize_others: bool,
+    as_json: bool,
+) -> None:
     """Dequantize SRC and DST layer by layer and compare every weight; compare all other tensors byte by byte.
+
+    A layer that is dense in one of them is compared after rounding to its dtype. The options are about
+    reading SRC: those that DST was made with.
 
     Exit code 0: they mean the same. 1: they do not; the differences are printed. 2: one of them cannot be
     read.
     """
     start = time.perf_counter()
-    with bytes_bar("verifying", open_checkpoint(src).files.nbytes, wanted=not as_json) as advance:
-        result = compare(src, dst, advance)
+    options = ReadOptions(zero_format, fix_nan_scales, dequantize_others)
+    total = open_checkpoint(src, options).files.nbytes
+    with bytes_bar("verifying", total, wanted=not as_json) as advance:
+        result = compare(src, dst, advance, options)
     seconds = time.perf_counter() - start
     if as_json:
         print_json({"equal": not result.differences, **asdict(result), "seconds": round(seconds, 3)})

@@ -197,6 +197,7 @@ def change_source(source: Path) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.filterwarnings("ignore::marlin_jit.formats.CheckpointWarning")
 @pytest.mark.parametrize(
     "change",
     [

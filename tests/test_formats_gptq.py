@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_maker import awq_config, awq_layer, gptq_config, gptq_layer, gptq_qzeros, write_model
+from checkpoint_maker import (
+    awq_config,
+    awq_layer,
+    gptq_config,
+    gptq_layer,
+    gptq_qzeros,
+    write_model,
+    write_shards,
+)
+from cli_runner import run
 from helpers import Case, assert_same_bits, case_id, cases, random_codes, random_scales
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from marlin_jit.errors import CheckpointError
-from marlin_jit.formats import CheckpointWarning, open_checkpoint, plan_pack, to_marlin
+from marlin_jit.formats import CheckpointWarning, ReadOptions, open_checkpoint, plan_pack, to_marlin
 from marlin_jit.formats.gptq import decode_zero_points, unpack_rows
 from marlin_jit.pack import dequantize, pack
 from marlin_jit.weight import MarlinWeight, QuantWeight
@@ -119,11 +132,9 @@ def test_both_versions_of_one_weight_pack_to_the_same_bytes(tmp_path: Path, rng:
         assert_same_bits(packed[0].delta, other.delta)
 
 
-@pytest.mark.parametrize(
-    ("stored", "why"), [(7, "v1 taken for v2"), (9, "v2 taken for v1"), (0, "left empty")]
-)
+@pytest.mark.parametrize("stored", [6, 9, 0])
 def test_symmetric_config_overrules_zero_points(
-    tmp_path: Path, rng: np.random.Generator, stored: int, why: str
+    tmp_path: Path, rng: np.random.Generator, stored: int
 ) -> None:
     q, scale = random_codes(rng, 64, 64), random_scales(rng, 2, 64)
     layer = gptq_layer(q, scale, np.full((2, 64), stored, np.uint8))
@@ -187,8 +198,8 @@ def test_uneven_groups_are_refused_before_writing(tmp_path: Path, rng: np.random
         ),
         ({"checkpoint_format": "gptq", "is_marlin_format": True}, "is_marlin_format is true, but"),
         ({"pack_dtype": "int8"}, "pack_dtype 'int8' is not read"),
-        ({"dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic gives layers '[+]:.*up.*' another bits"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors checkpoints are not read yet"),
+        ({"dynamic": ["-:.*"]}, "dynamic is not a JSON object"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None; expected a JSON object of groups"),
         ({"quant_method": "gguf"}, "gguf.* is not read; accepted"),
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not read; accepted: gptq"),
         ({"quant_method": ...}, "quant_method None is not read"),
@@ -204,13 +215,208 @@ def test_configs_that_are_refused(
         plan_pack(model, tmp_path / "out")
 
 
-def test_layers_that_dynamic_skips_stay_as_they_are(tmp_path: Path, rng: np.random.Generator) -> None:
+# ---- settings by layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "skipping",
+    [
+        {"dynamic": {"-:.*up.*": {}, "+:.*": {"bits": 4}}},
+        {"dynamic": None},
+        {"modules_to_not_convert": ["up"]},
+        {"modules_to_not_convert": None, "lm_head": False},
+    ],
+)
+def test_layers_that_are_skipped_stay_as_they_are(
+    tmp_path: Path, rng: np.random.Generator, skipping: dict[str, Any]
+) -> None:
     layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
-    plain = {"mlp.up.weight": np.ones((64, 64), np.float16)}
-    config = gptq_config(checkpoint_format="gptq_v2", dynamic={"-:.*up.*": {}, "+:.*": {"bits": 4}})
+    plain = {"mlp.up.weight": np.ones((64, 64), np.float16), "lm_head.weight": np.ones((8, 64), np.float16)}
+    config = gptq_config(checkpoint_format="gptq_v2", **skipping)
     checkpoint = open_checkpoint(write_model(tmp_path, config, {"layer": layer}, plain))
     assert list(checkpoint.layers) == ["layer"]
-    assert checkpoint.others == ("mlp.up.weight",)
+    assert set(checkpoint.others) == set(plain)
+
+
+def test_a_quantized_head(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path, gptq_config(lm_head=True), {"lm_head": layer})
+    assert list(open_checkpoint(model).layers) == ["lm_head"]
+
+
+DYNAMIC = {
+    # The first pattern that matches counts, from the beginning of the name; the sign may be left out.
+    "+:.*\\.1\\..*up": {"group_size": 64, "sym": True},
+    ".*\\.(2|3)\\.": {"group_size": -1, "desc_act": True},
+    "+:.*up": {"group_size": 128},
+    "h\\.9": {"bits": 8},
+    "+:up": {"bits": 8},
+    "-:.*\\.7\\.": {},
+}
+
+
+def test_layers_with_other_settings(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each is decoded with its own; what they mean is computed here."""
+    sizes = {"h.0.down": 32, "h.1.up": 64, "h.1.down": 32, "h.2.up": -1, "h.3.down": -1, "h.4.up": 128}
+    layers, exact = {}, {}
+    for name, size in sizes.items():
+        rows = 256 if size == -1 else size
+        q, scale = random_codes(rng, 256, 64), random_scales(rng, 256 // rows, 64)
+        zeros = np.full(scale.shape, 8 if name == "h.1.up" else 5, np.uint8)
+        group = np.arange(256) // rows
+        layers[name] = gptq_layer(q, scale, zeros, g_idx=group)
+        exact[name] = (q.astype(np.float64) - zeros[group]) * scale.astype(np.float64)[group]
+    config = gptq_config(checkpoint_format="gptq_v2", dynamic=DYNAMIC)
+    model = write_model(tmp_path / "m", config, layers)
+    found = plan_pack(model, tmp_path / "out").layers
+    assert {name: plan.outline.group_size for name, plan in found.items()} == sizes
+    assert [name for name, plan in found.items() if plan.outline.symmetric] == ["h.1.up"]
+    for name, plan in found.items():
+        np.testing.assert_array_equal(
+            dequantize(plan.source.read(), np.float32), exact[name].astype(np.float32)
+        )
+
+
+def test_desc_act_of_one_layer_needs_g_idx(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path, gptq_config(dynamic={"b": {"desc_act": True}}), {"a": layer, "b": layer})
+    layers = open_checkpoint(model).layers
+    layers["a"].outline()
+    with pytest.raises(CheckpointError, match="layer b has no g_idx, but desc_act is true"):
+        layers["b"].outline()
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ({"+:.*up.*": {"bits": 8}}, r"dynamic '\+:.*up.*' gives layer h.1.up 8 bits; only 4-bit"),
+        ({".*up.*": {"bits": "4"}}, "gives layer h.1.up '4' bits"),
+        ({".*up.*": {"bits": True}}, "gives layer h.1.up True bits"),
+        ({"-:.*up.*": {}}, "dynamic '-:.*up.*' leaves layer h.1.up unquantized, but it has a qweight"),
+        ({".*up": {"group_size": 0}}, "dynamic '.*up': group_size is 0; expected -1 or a positive"),
+        ({".*up": {"group_size": None}}, "dynamic '.*up': group_size is None"),
+        ({".*up": {"group_size": True}}, "dynamic '.*up': group_size is True"),
+        ({".*up": {"group_size": 64}}, r"h.1.up.scales has shape \[2, 64\]; expected \[1, 64\]"),
+        ({".*up": {"sym": "yes"}}, "dynamic '.*up': sym is 'yes'; expected true or false"),
+        ({".*up": {"format": "marlin"}}, "gives layer h.1.up format 'marlin'; accepted: that of the model"),
+        ({".*up": {"pack_dtype": "int8"}}, "gives layer h.1.up pack_dtype 'int8'"),
+        ({".*up": 4}, "dynamic '.*up' is 4; expected an object"),
+        ({"(": {}}, r"dynamic '\(' has a \( without its \)"),
+        ({"-:(?<=h)": {}}, r"dynamic '-:\(\?<=h\)' has \(\?<, which is not read"),
+        ({"a" * 2000: {}}, "has 2000 characters; at most"),
+        ({f"(((({i}.*)*)*)*)*x": {} for i in range(2000)}, "layer h.1.up: takes more than [0-9]+ steps"),
+    ],
+)
+def test_dynamic_that_is_refused(
+    tmp_path: Path, rng: np.random.Generator, dynamic: dict[str, Any], message: str
+) -> None:
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path / "m", gptq_config(dynamic=dynamic), {"h.1.up": layer})
+    with pytest.raises(CheckpointError, match=message) as caught:
+        plan_pack(model, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+# ---- zero points of the wrong version ---------------------------------------------------------------------
+
+GPTQ_CASES = cases("gptq/*")
+WHOLE = cases("checkpoints/llama_gptq*")
+
+
+def relabelled(case: Case, folder: Path) -> Path:
+    """The same files with the other version in their configs."""
+    shutil.copytree(case.path, folder)
+    for name in ("config.json", "quantize_config.json"):
+        content = json.loads((folder / name).read_text())
+        config = content.get("quantization_config", content)
+        version = "gptq" if config.get("checkpoint_format") == "gptq_v2" else "gptq_v2"
+        config |= {"checkpoint_format": version, "format": version}
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def doubts(model: Path, options: ReadOptions | None = None) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        for layer in open_checkpoint(model, options).layers.values():
+            layer.outline()
+    return [str(w.message) for w in caught if "zero-format" in str(w.message)]
+
+
+@pytest.mark.parametrize("case", [*GPTQ_CASES, *WHOLE], ids=case_id)
+def test_files_of_the_tools_raise_no_doubts(case: Case) -> None:
+    assert doubts(case.path) == []
+
+
+@pytest.mark.parametrize("case", [*GPTQ_CASES, *WHOLE], ids=case_id)
+def test_files_with_the_wrong_version_do(tmp_path: Path, case: Case) -> None:
+    model = relabelled(case, tmp_path / "m")
+    version = open_checkpoint(case.path).format
+    wrong, right = (2, 1) if version == "gptq" else (1, 2)
+    found = doubts(model)
+    assert len(found) == len(open_checkpoint(model).layers)  # no layer goes unnoticed
+    (text,) = set(found)
+    assert text.startswith(f"{model}: by its config a GPTQ v{wrong} model, but its zero points")
+    assert f"those of v{right}" in text
+    assert f"--zero-format v{right}" in text
+
+
+@pytest.mark.parametrize("case", GPTQ_CASES, ids=case_id)
+def test_zero_format_overrides_the_config(tmp_path: Path, case: Case) -> None:
+    """With it, files under the wrong name decode to the weights of the tool."""
+    version = open_checkpoint(case.path).format
+    options = ReadOptions(zero_format="v1" if version == "gptq" else "v2")
+    model = relabelled(case, tmp_path / "m")
+    assert doubts(model, options) == []
+    (layer,) = open_checkpoint(model, options).layers.values()
+    assert layer.format == version
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # The label said which writer it was, too: zero points above a 0 are as lost as they were.
+        expected = case.expected.get("W_wordAdd", case.expected["W"])
+        assert_same_bits(dequantize(layer.read()), expected)
+
+
+@pytest.mark.parametrize("case", GPTQ_CASES, ids=case_id)
+def test_who_decides_hears_no_doubts(case: Case) -> None:
+    for version in ("v1", "v2"):
+        assert doubts(case.path, ReadOptions(zero_format=version)) == []
+
+
+def test_a_model_is_doubted_once(tmp_path: Path) -> None:
+    model = relabelled(WHOLE[0], tmp_path / "m")
+    done = run("pack", model, tmp_path / "out")
+    assert done.code == 0
+    (warning,) = done.err.splitlines()
+    assert warning.startswith(f"warning: {model}: by its config a GPTQ v2 model")
+
+
+def test_codes_that_went_away(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The look at the first codes fails like any other reading."""
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 7, np.uint8))
+    model = write_model(tmp_path, gptq_config(), {})
+    (model / "model.safetensors").unlink()
+    write_shards(model, {f"{k}.safetensors": {f"layer.{k}": v} for k, v in layer.items()})
+    checkpoint = open_checkpoint(model)
+    path = model / "qweight.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"qweight.safetensors: became shorter while being read"):
+        checkpoint.layers["layer"].outline()
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"qweight.safetensors: cannot be read: No such file"):
+        checkpoint.layers["layer"].outline()
+
+
+@given(seed=st.integers(0, 2**32 - 1), version=st.sampled_from([1, 2]), groups=st.sampled_from([1, 2, 8]))
+def test_chance_raises_no_doubts(seed: int, version: int, groups: int) -> None:
+    """Codes and zero points that have nothing to do with each other tell nothing, whatever their mean."""
+    rng = np.random.default_rng(seed)
+    q, scale = random_codes(rng, 128, 32), random_scales(rng, groups, 32)
+    layer = gptq_layer(q, scale, rng.integers(0, 16, (groups, 32), dtype=np.uint8))
+    name = {1: "gptq", 2: "gptq_v2"}[version]
+    config = gptq_config(checkpoint_format=name, group_size=128 // groups)
+    with tempfile.TemporaryDirectory() as folder:
+        assert doubts(write_model(Path(folder), config, {"layer": layer})) == []
 
 
 def test_scrambled_order_shows_every_wrong_axis(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ class PackPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(note for layer in self.layers.values() for note in layer.outline.notes)
+        notes = (note for layer in self.layers.values() for note in layer.outline.notes)
+        return tuple(dict.fromkeys(notes))  # one about the whole model comes with each layer
 
     def layers_in(self, shard: str) -> dict[str, LayerPlan]:
         """Return the layers that go into an output file."""
@@ -409,7 +410,8 @@ def _write_shard(
     with SafetensorsWriter(unfinished, tensors, metadata) as writer:
         for name in plan.checkpoint.others:
             if plan.home[name] == shard:
-                writer.write(name, _counted(files.chunks(name), advance))
+                share = files.stored_nbytes(name) / max(1, files.info(name).nbytes)
+                writer.write(name, _counted(files.chunks(name), advance, share))
         for layer, arrays in _converted(here.values(), jobs, device):
             for tensor, array in arrays.items():
                 writer.write(tensor, array)
@@ -428,7 +430,7 @@ def _source_metadata(files: ModelFiles, shard: str) -> dict[str, str]:
 
 def _source_bytes(plan: PackPlan, shard: str) -> int:
     files = plan.checkpoint.files
-    copied = sum(files.info(name).nbytes for name in plan.checkpoint.others if plan.home[name] == shard)
+    copied = sum(files.stored_nbytes(name) for name in plan.checkpoint.others if plan.home[name] == shard)
     return copied + sum(layer.bytes_before for layer in plan.layers_in(shard).values())
 
 
@@ -456,7 +458,8 @@ def _converted(
                 future.cancel()
 
 
-def _counted(chunks: Iterator[bytes], advance: Progress) -> Iterator[bytes]:
+def _counted(chunks: Iterator[bytes], advance: Progress, share: float) -> Iterator[bytes]:
+    """Pass bytes on and count them as those that they were in the source."""
     for chunk in chunks:
         yield chunk
-        advance(len(chunk))
+        advance(round(len(chunk) * share))

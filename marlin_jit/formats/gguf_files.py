@@ -192,6 +192,9 @@ class GGUFFiles(ModelFiles):
         self._where = dict.fromkeys(self.file.tensors, path.name)
         self.documents = {"gguf.json": self.file.header.values}
 
+    def stored_nbytes(self, name: str) -> int:
+        return self.file.header.tensors[name].nbytes
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the file, where some are smaller than what they are read as."""

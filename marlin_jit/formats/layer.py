@@ -46,6 +46,10 @@ class ReadOptions:
     fix_nan_scales: bool = False
     dequantize_others: bool = False
 
+    def __post_init__(self) -> None:
+        if self.zero_format not in ("auto", "v1", "v2"):
+            raise CheckpointError(f"zero_format is {self.zero_format!r}; expected 'auto', 'v1' or 'v2'")
+
 
 @dataclass(frozen=True)
 class Outline:

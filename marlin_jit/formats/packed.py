@@ -210,6 +210,11 @@ class PackedLayer(SourceLayer):
         except MarlinJitError as error:
             raise CheckpointError(f"{self.files.path}: layer {self.name}: {error}") from None
 
+    def _check_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> None:
+        """Raise unless `g_idx` (here the permutation of rows) is one. All groups of a packed layer are full."""
+        if not np.array_equal(np.sort(g_idx), np.arange(K)):
+            raise CheckpointError(f"{self.where(f'{self.name}.perm')}: is no permutation of 0..{K - 1}")
+
     def _optional(self, suffix: str) -> NDArray[Any] | None:
         tensor = f"{self.name}.{suffix}"
         return self.files.read(tensor) if tensor in self.files else None

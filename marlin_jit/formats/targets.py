@@ -148,6 +148,12 @@ class DenseTarget(Target):
         weight = _read(layer, device)
         dense = dequantize(weight, self.dtype or weight.dtype)
         host: NDArray[Any] = np.ascontiguousarray((dense if isinstance(dense, np.ndarray) else dense.get()).T)
+        beyond = int(np.count_nonzero(~np.isfinite(host)))
+        if beyond:
+            raise CheckpointError(
+                f"{layer.files.path}: layer {layer.name}: {beyond} weights are beyond the range of "
+                f"{host.dtype}"
+            )
         return {f"{layer.name}.weight": host}
 
     def metadata(self, layers: Mapping[str, LayerPlan]) -> dict[str, str]:
