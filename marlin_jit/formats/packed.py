@@ -211,7 +211,7 @@ class PackedLayer(SourceLayer):
             raise CheckpointError(f"{self.files.path}: layer {self.name}: {error}") from None
 
     def _check_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> None:
-        """Raise unless `g_idx` (here the permutation of rows) is one. All groups of a packed layer are full."""
+        """Raise unless `g_idx`, here the permutation of rows, is one: packed groups are always full."""
         if not np.array_equal(np.sort(g_idx), np.arange(K)):
             raise CheckpointError(f"{self.where(f'{self.name}.perm')}: is no permutation of 0..{K - 1}")
 
