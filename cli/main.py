@@ -40,6 +40,7 @@ COMMANDS = {
     "unpack": LazyCommand(
         "marlin_jit.cli.unpack", "unpack", "Turn a packed model back into GPTQ or dense weights."
     ),
+    "quantize": LazyCommand("marlin_jit.cli.quantize", "quantize", "Quantize and pack an unquantized model."),
     "inspect": LazyCommand("marlin_jit.cli.inspect", "inspect", "Show what is in a checkpoint."),
     "verify": LazyCommand("marlin_jit.cli.verify", "verify", "Prove that a packed model equals its source."),
     "info": LazyCommand("marlin_jit.cli.info", "info", "Show device, driver, compiler and cache."),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
-from marlin_jit.cli.options import on_device, patterns, reading, work
-from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
-from marlin_jit.formats import LayerPlan, PackPlan, ReadOptions, plan_pack, run_pack
+from marlin_jit.cli.options import patterns, reading, work
+from marlin_jit.cli.summary import execute
+from marlin_jit.formats import ReadOptions, plan_pack
 
-__all__ = ["execute", "pack"]
+__all__ = ["pack"]
 
 
 @click.command()
@@ -53,100 +52,15 @@ def pack(
     plan = plan_pack(
         src, dst, force=force, options=options, include=include, exclude=exclude, shard_size=shard_size
     )
-    execute(src, plan, start, "packing", "packed", jobs, device, resume, dry_run, as_json, quiet)
-
-
-def execute(
-    src: Path,
-    plan: PackPlan,
-    start: float,
-    doing: str,
-    done: str,
-    jobs: int,
-    device: str,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Run a plan and show its summary: what all commands that convert a checkpoint have in common."""
-    if not dry_run:
-        with bytes_bar(doing, plan.bytes_before, wanted=not quiet) as advance:
-            run_pack(plan, advance, jobs=jobs, device=on_device(device), resumable=resume)
-    seconds = time.perf_counter() - start
-    if as_json:
-        print_json(_as_json(src, plan, dry_run, seconds))
-    elif not quiet:
-        _print_summary(src, plan, f"would be {done}" if dry_run else f"{done} in {seconds:.2f} s")
-
-
-def _print_summary(src: Path, plan: PackPlan, done: str) -> None:
-    groups: dict[tuple[str, str, str, str], list[LayerPlan]] = {}
-    dense = [name for name, layer in plan.layers.items() if layer.target != plan.target]
-    for name, layer in plan.layers.items():
-        if name in dense:
-            continue
-        kind = "symmetric" if layer.outline.symmetric else "asymmetric"
-        if layer.outline.permuted:
-            kind += ", activation order"
-        shape = f"{layer.outline.K} x {layer.outline.N}"
-        groups.setdefault((layer.source.format, shape, _group_text(layer), kind), []).append(layer)
-    columns = {"format": "left", "K x N": "right", "group": "right", "zero points": "left"}
-    columns |= {"layers": "right", "before": "right", "after": "right"}
-    rows = []
-    for key, layers in groups.items():
-        before, after = sum(x.bytes_before for x in layers), sum(x.bytes_after for x in layers)
-        rows.append([*key, str(len(layers)), size(before), size(after)])
-    print_table(columns, rows)
-    if dense:
-        before = sum(plan.layers[name].bytes_before for name in dense)
-        after = sum(plan.layers[name].bytes_after for name in dense)
-        print_line(
-            f"left dense by the patterns: {counted(len(dense), 'layer')} ({size(before)} -> {size(after)})"
-        )
-    others = plan.checkpoint.others
-    carried = sum(plan.checkpoint.files.info(name).nbytes for name in others)
-    tensors, files = counted(len(others), "other tensor"), counted(len(plan.copied), "other file")
-    print_line(f"unchanged: {tensors} ({size(carried)}), {files}")
-    if plan.skipped:
-        print_line(f"left out: {', '.join(plan.skipped)}")
-    print_line(f"{src} -> {plan.destination}: {size(plan.bytes_before)} -> {size(plan.bytes_after)}, {done}")
-
-
-def _group_text(layer: LayerPlan) -> str:
-    packed = layer.group_size
-    if layer.outline.group_size in (packed, layer.outline.K):
-        return "column" if packed == -1 else str(packed)
-    return f"{layer.outline.group_size} as {packed}"
-
-
-def _as_json(src: Path, plan: PackPlan, dry_run: bool, seconds: float) -> dict[str, Any]:
-    return {
-        "source": str(src),
-        "destination": str(plan.destination),
-        "written": not dry_run,
-        "layers": [
-            {
-                "name": name,
-                "format": layer.source.format,
-                "K": layer.outline.K,
-                "N": layer.outline.N,
-                "source_group_size": layer.outline.group_size,
-                "group_size": layer.group_size,
-                "dtype": layer.outline.dtype,
-                "symmetric": layer.outline.symmetric,
-                "activation_order": layer.outline.permuted,
-                "dense": layer.target != plan.target,
-                "bytes_before": layer.bytes_before,
-                "bytes_after": layer.bytes_after,
-            }
-            for name, layer in plan.layers.items()
-        ],
-        "other_tensors": len(plan.checkpoint.others),
-        "copied_files": list(plan.copied),
-        "left_out_files": list(plan.skipped),
-        "notes": list(plan.notes),
-        "bytes_before": plan.bytes_before,
-        "bytes_after": plan.bytes_after,
-        "seconds": round(seconds, 3),
-    }
+    execute(
+        src,
+        plan,
+        start,
+        ("packing", "packed"),
+        jobs=jobs,
+        device=device,
+        resume=resume,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+    )

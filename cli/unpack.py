@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from marlin_jit.cli.options import patterns, reading, work
-from marlin_jit.cli.pack import execute
+from marlin_jit.cli.summary import execute
 from marlin_jit.formats import ReadOptions
 from marlin_jit.formats.unpack import UNPACKED, plan_unpack
 
@@ -66,4 +66,15 @@ def unpack(
         exclude=exclude,
         shard_size=shard_size,
     )
-    execute(src, plan, start, "unpacking", "unpacked", jobs, device, resume, dry_run, as_json, quiet)
+    execute(
+        src,
+        plan,
+        start,
+        ("unpacking", "unpacked"),
+        jobs=jobs,
+        device=device,
+        resume=resume,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+    )

@@ -31,6 +31,7 @@ from marlin_jit.errors import (
     ShapeError,
     ValueRangeError,
 )
+from marlin_jit.gptq_quantize import gptq, hessian
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.quantize import quantize
 from marlin_jit.weight import MarlinWeight, QuantWeight
@@ -57,6 +58,8 @@ __all__ = [
     "dispatch",
     "dispatch_enabled",
     "explain",
+    "gptq",
+    "hessian",
     "load",
     "matmul",
     "pack",

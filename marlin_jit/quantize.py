@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,26 @@ def quantize(
     -----
     Works on ranges of columns, so temporary arrays stay small beside `w`.
     """
+    xp, dtype, rows = checked_arguments(w, group_size, dtype)
+    K, N = w.shape
+    with on_device(w), np.errstate(over="ignore", invalid="ignore"):
+        q = xp.empty((K, N), dtype=np.uint8)
+        scale = xp.empty((K // rows, N), dtype=dtype)
+        zero = None if symmetric else xp.empty((K // rows, N), dtype=dtype)
+        for start, stop in column_chunks(K, N, is_device_array(w), scratch=16):
+            columns = slice(start, stop)
+            values = w[:, columns].astype(np.float32).reshape(K // rows, rows, stop - start)
+            grid = Grid.spanning(xp, values.min(axis=1), values.max(axis=1), symmetric, dtype)
+            scale[:, columns] = grid.scale
+            if zero is not None:
+                zero[:, columns] = grid.zero
+            q[:, columns] = grid.codes(xp, values).astype(np.uint8).reshape(K, stop - start)
+        _check_range(xp, w, rows, scale, zero)
+    return QuantWeight(q, scale, zero, group_size)
+
+
+def checked_arguments(w: Array, group_size: int, dtype: Any) -> tuple[Any, np.dtype[Any], int]:
+    """Return the module of `w`, the dtype of the scales and the rows of a group, or raise as `quantize`."""
     if w is None:
         raise DTypeError("expected a NumPy or CuPy array, got NoneType")
     xp = namespace(w)
@@ -73,41 +94,53 @@ def quantize(
         raise DTypeError(f"dtype must be float16 or bfloat16, got {dtype}")
     if w.ndim != 2 or 0 in w.shape:
         raise ShapeError(f"w must be a non-empty matrix [K, N], got shape {w.shape}")
-    K, N = w.shape
+    K = w.shape[0]
     try:
         rows = K if group_size == -1 else operator.index(group_size)
     except TypeError:
         raise DTypeError(f"group_size must be an integer, got {type(group_size).__name__}") from None
     if rows < 1 or K % rows:
         raise ShapeError(f"group size {group_size} does not divide K = {K} (the rows of w)")
-    with on_device(w), np.errstate(over="ignore", invalid="ignore"):
-        q = xp.empty((K, N), dtype=np.uint8)
-        scale = xp.empty((K // rows, N), dtype=dtype)
-        zero = None if symmetric else xp.empty((K // rows, N), dtype=dtype)
-        for start, stop in column_chunks(K, N, is_device_array(w), scratch=16):
-            columns = slice(start, stop)
-            values = w[:, columns].astype(np.float32).reshape(K // rows, rows, stop - start)
-            low, high = values.min(axis=1), values.max(axis=1)
-            if zero is None:
-                scale[:, columns] = _symmetric_scale(xp, low, high)
-            else:
-                scale[:, columns] = high / _LEVELS - low / _LEVELS  # divided first: high - low may overflow
-                zero[:, columns] = low
-            step = scale[:, columns].astype(np.float32)
-            if zero is not None:
-                # At half their size, since the difference of two large values may overflow.
-                values *= np.float32(0.5)
-                values -= np.float32(0.5) * zero[:, columns].astype(np.float32)[:, None]
-                step *= np.float32(0.5)
-            # Dividing by infinity puts every value of a group without scale at the code of its zero.
-            step = xp.where(step == 0, np.float32(np.inf), step)
-            values /= step[:, None]
-            codes = xp.rint(values, out=values)
-            if zero is None:
-                codes += np.float32(8)
-            q[:, columns] = xp.clip(codes, 0, 15, out=codes).astype(np.uint8).reshape(K, stop - start)
-        _check_range(xp, w, rows, scale, zero)
-    return QuantWeight(q, scale, zero, group_size)
+    return xp, dtype, rows
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which values the 16 codes of some groups stand for.
+
+    Attributes
+    ----------
+    scale : array [G, n]
+    zero : array [G, n] or None
+        As stored; None puts code 8 at 0.
+    """
+
+    scale: Array
+    zero: Array | None
+
+    @classmethod
+    def spanning(cls, xp: Any, low: Array, high: Array, symmetric: bool, dtype: np.dtype[Any]) -> Grid:
+        """Return the grid of groups whose values reach from `low` to `high`, float32 [G, n]."""
+        if symmetric:
+            return cls(_symmetric_scale(xp, low, high).astype(dtype), None)
+        # Divided first: high - low may overflow.
+        return cls((high / _LEVELS - low / _LEVELS).astype(dtype), low.astype(dtype))
+
+    def codes(self, xp: Any, values: Array) -> Array:
+        """Return the nearest codes of `values`, float32 [G, rows, n], in their place."""
+        step = self.scale.astype(np.float32)
+        if self.zero is not None:
+            # At half their size, since the difference of two large values may overflow.
+            values *= np.float32(0.5)
+            values -= np.float32(0.5) * self.zero.astype(np.float32)[:, None]
+            step *= np.float32(0.5)
+        # Dividing by infinity puts every value of a group without scale at the code of its zero.
+        step = xp.where(step == 0, np.float32(np.inf), step)
+        values /= step[:, None]
+        codes = xp.rint(values, out=values)
+        if self.zero is None:
+            codes += np.float32(8)
+        return xp.clip(codes, 0, 15, out=codes)
 
 
 def _symmetric_scale(xp: Any, low: Array, high: Array) -> Array:

@@ -1,8 +1,8 @@
 """Checkpoint formats: readers of other tools' files, and the packed file of this package.
 
-One module a format: `gptq`, `awq`, `compressed_tensors`, `gguf_files`, `marlin_files`, `packed`. `detect`
-chooses among them, `convert` writes a whole checkpoint as one of `targets`, `compare` proves that nothing
-changed.
+One module a format: `gptq`, `awq`, `compressed_tensors`, `gguf_files`, `marlin_files`, `packed`, and `dense`
+for what is not quantized yet. `detect` chooses among them, `convert` writes a whole checkpoint as one of
+`targets`, `compare` proves that nothing changed.
 """
 
 from __future__ import annotations

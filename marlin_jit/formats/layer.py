@@ -186,6 +186,11 @@ class SourceLayer(ABC):
             )
 
     @property
+    def decided_by(self) -> str:
+        """What decides, beside the source files and the outline, what is read."""
+        return repr(self.options)
+
+    @property
     def nbytes(self) -> int:
         return sum(self.files.info(name).nbytes for name in self.tensors)
 

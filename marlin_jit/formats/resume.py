@@ -31,7 +31,7 @@ def fingerprint(plan: PackPlan) -> str:
         status = file.path.stat()
         sources.append([str(file.path.resolve()), status.st_size, status.st_mtime_ns])
     layers = {
-        name: [layer.source.format, repr(layer.source.options), repr(layer.target), repr(layer.outline)]
+        name: [layer.source.format, layer.source.decided_by, repr(layer.target), repr(layer.outline)]
         for name, layer in plan.layers.items()
     }
     outputs = {
