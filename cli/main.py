@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from marlin_jit import __version__
 from marlin_jit.errors import MarlinJitError
@@ -70,6 +71,15 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(place.module), place.attribute)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer commands without importing them: a shell waits for this at each press of Tab."""
+        commands = [
+            CompletionItem(name, help=place.help)
+            for name, place in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -24,7 +24,15 @@ class ValueRangeError(MarlinJitError, ValueError):
 
 
 class CheckpointError(MarlinJitError, ValueError):
-    """A file that cannot be read: damaged, incomplete, or of a kind that is not supported."""
+    """A file that cannot be read: damaged, incomplete, or of a kind that is not supported.
+
+    The message is one line that cannot steer a terminal: names in it come from strangers.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        )
 
 
 class DeviceError(MarlinJitError, ValueError):

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,18 @@ def unpack_zero_points(words: np.ndarray) -> np.ndarray:
 
 def unpack_codes(words: np.ndarray) -> np.ndarray:
     return unpack_zero_points(np.ascontiguousarray(words.T)).T
+
+
+def test_a_full_disk_is_found_before_the_work(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_pack(model(tmp_path / "m", rng), tmp_path / "out")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=plan.bytes_after - 1))
+    done = interrupt(monkeypatch, after=0)
+    with pytest.raises(CheckpointError, match=r"out: takes [\d,]+ bytes, but only [\d,]+ are free"):
+        run_pack(plan)
+    assert not done
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_progress_is_optional(tmp_path: Path, rng: np.random.Generator) -> None:

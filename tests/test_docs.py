@@ -162,7 +162,7 @@ def test_environment_variables_are_those_that_are_read() -> None:
     listed = first_column("README.md", "Switches and environment variables")
     assert len(listed) == len(set(listed))
     assert set(listed) == read
-    named = {name for page in PAGES for name in re.findall(r"MARLIN_JIT_[A-Z_]+", page.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"(?<!_)MARLIN_JIT_[A-Z_]+", page.read_text())}
     assert named == read
 
 

@@ -9,6 +9,7 @@ business (`marlin_jit.formats.targets`); packing is the usual one.
 from __future__ import annotations
 
 import fnmatch
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from marlin_jit.formats.targets import DenseTarget, PackedTarget, Target, to_mar
 __all__ = [
     "LayerPlan",
     "PackPlan",
+    "chosen_layers",
     "pack_checkpoint",
     "plan_conversion",
     "plan_pack",
@@ -217,7 +219,7 @@ def plan_conversion(
     if shard_size is not None and not folder:
         raise CheckpointError(f"{destination}: is one file, which a shard size would divide; name a folder")
     _check_places(files, destination, folder, force)
-    chosen = _chosen(checkpoint, include, exclude)
+    chosen = chosen_layers(checkpoint, include, exclude)
     layers = {
         name: _plan_layer(layer, target if name in chosen else DenseTarget(None))
         for name, layer in checkpoint.layers.items()
@@ -266,16 +268,29 @@ def run_pack(
             ) as temporary,
         ):
             warnings.simplefilter("ignore", CheckpointWarning)  # the plan has them already
+            paths = {shard: temporary / shard if plan.folder else temporary for shard in plan.shards}
+            done = {s for s, path in paths.items() if resumable and resume.is_done(path, plan.shards[s])}
+            _check_space(plan, [shard for shard in plan.shards if shard not in done])
             for shard, tensors in plan.shards.items():
-                path = temporary / shard if plan.folder else temporary
-                if resumable and resume.is_done(path, tensors):
+                if shard in done:
                     advance(_source_bytes(plan, shard))
-                    continue
-                _write_shard(plan, shard, path, tensors, advance, max(1, jobs), device)
+                else:
+                    _write_shard(plan, shard, paths[shard], tensors, advance, max(1, jobs), device)
             if plan.folder:
                 _write_companions(plan, temporary)
     except OSError as error:  # those of the source's files are CheckpointErrors that name the file
         raise CheckpointError(f"{plan.destination}: cannot be written: {error.strerror or error}") from None
+
+
+def _check_space(plan: PackPlan, shards: Iterable[str]) -> None:
+    """Raise if the disk has no room: a file may announce terabytes of nothing."""
+    needed = sum(info.nbytes for shard in shards for info in plan.shards[shard].values())
+    free = shutil.disk_usage(plan.destination.parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{plan.destination}: takes {needed:,} bytes, but only {free:,} are free in "
+            f"{plan.destination.parent}"
+        )
 
 
 def _write_companions(plan: PackPlan, folder: Path) -> None:
@@ -289,7 +304,7 @@ def _write_companions(plan: PackPlan, folder: Path) -> None:
         copy_files(files, folder, plan.copied)
 
 
-def _chosen(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
+def chosen_layers(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> set[str]:
     """Return the layers that the patterns choose. A pattern that chooses nothing is a mistake."""
     for pattern in (*include, *exclude):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in checkpoint.layers):

@@ -20,7 +20,7 @@ from marlin_jit.formats.layer import ReadOptions, SourceLayer
 from marlin_jit.formats.marlin_files import MarlinLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import FORMAT, PackedLayer, is_packed, read_layer_table
-from marlin_jit.formats.safetensors_io import load_json
+from marlin_jit.formats.safetensors_io import load_json, shown
 
 __all__ = ["Checkpoint", "QuantizationConfig", "open_checkpoint"]
 
@@ -65,13 +65,15 @@ class QuantizationConfig:
         """Return the group size: -1, or at least 1."""
         size = self.values.get("group_size")
         if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or 1 <= size < 1 << 31):
-            raise CheckpointError(f"{self.where}: group_size is {size!r}; expected -1 or a positive integer")
+            raise CheckpointError(
+                f"{self.where}: group_size is {shown(size)}; expected -1 or a positive integer"
+            )
         return size
 
     def check_bits(self) -> None:
         bits = self.values.get("bits")
         if isinstance(bits, bool) or bits != 4:
-            raise CheckpointError(f"{self.where}: bits is {bits!r}; only 4-bit weights are packed")
+            raise CheckpointError(f"{self.where}: bits is {shown(bits)}; only 4-bit weights are packed")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def open_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
     config = find_config(files)
     layers: dict[str, SourceLayer]
     if config is None:
-        if any(name.endswith(".qweight") for name in files):
+        if any(name.endswith((".qweight", ".weight_packed")) for name in files):
             raise CheckpointError(
                 f"{path}: quantized, but neither {' nor '.join(CONFIG_FILES)} is beside it; without it the "
                 "bits can mean several things"
@@ -173,7 +175,7 @@ def _reader(
         )
     if config.method not in ("gptq", "awq", "marlin"):
         raise CheckpointError(
-            f"{where}: quant_method {values.get('quant_method')!r} is not read; accepted: {ACCEPTED}"
+            f"{where}: quant_method {shown(values.get('quant_method'))} is not read; accepted: {ACCEPTED}"
         )
     if config.method != "marlin" or "bits" in values:  # the oldest Marlin configs hold the group size alone
         config.check_bits()
@@ -195,14 +197,16 @@ def _awq_reader(
     version = str(config.values.get("version") or "gemm").lower()
     backend = str(config.values.get("backend") or "autoawq").lower()
     if backend != "autoawq":
-        raise CheckpointError(f"{config.where}: AWQ backend {backend!r} is not read; accepted: 'autoawq'")
+        raise CheckpointError(
+            f"{config.where}: AWQ backend {shown(backend)} is not read; accepted: 'autoawq'"
+        )
     if version == "marlin":
         return (".qweight",), lambda files, name: MarlinLayer(
             files, name, size, ("qweight", "scales"), options=options
         )
     if version != "gemm":
         raise CheckpointError(
-            f"{config.where}: AWQ version {version!r} is not read; accepted: 'gemm', 'marlin'"
+            f"{config.where}: AWQ version {shown(version)} is not read; accepted: 'gemm', 'marlin'"
         )
     return (".qweight",), lambda files, name: AWQLayer(files, name, size, options=options)
 
@@ -212,17 +216,20 @@ def _gptq_format(config: QuantizationConfig) -> str | None:
     named = config.values.get("checkpoint_format")
     also = config.values.get("format")  # GPTQModel writes both
     if named is not None and also is not None and named != also:
-        raise CheckpointError(f"{config.where}: checkpoint_format is {named!r}, but format is {also!r}")
+        raise CheckpointError(
+            f"{config.where}: checkpoint_format is {shown(named)}, but format is {shown(also)}"
+        )
     named = also if named is None else named
     if gptq.true_or_false(config.values, "is_marlin_format", config.where):
         if named not in (None, "marlin"):
             raise CheckpointError(
-                f"{config.where}: is_marlin_format is true, but checkpoint_format is {named!r}"
+                f"{config.where}: is_marlin_format is true, but checkpoint_format is {shown(named)}"
             )
         return "marlin"
     if named not in (None, "gptq", "gptq_v2", "marlin"):
         raise CheckpointError(
-            f"{config.where}: checkpoint_format {named!r} is not read; accepted: 'gptq', 'gptq_v2', 'marlin'"
+            f"{config.where}: checkpoint_format {shown(named)} is not read; accepted: 'gptq', 'gptq_v2', "
+            "'marlin'"
         )
     return named
 
@@ -249,7 +256,7 @@ def find_config(files: ModelFiles) -> QuantizationConfig | None:
                 continue
             if not isinstance(values, dict):
                 raise CheckpointError(f"{where} is not a JSON object")
-        found.append(QuantizationConfig({_SYNONYMS.get(key, key): values[key] for key in values}, where))
+        found.append(QuantizationConfig(_with_todays_names(values, where), where))
     if not found:
         return None
     first, *others = found
@@ -264,6 +271,16 @@ def find_config(files: ModelFiles) -> QuantizationConfig | None:
     return first
 
 
+def _with_todays_names(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings with older key names replaced, refusing an old and a new one that differ."""
+    for old, new in _SYNONYMS.items():
+        if old in values and new in values and values[old] != values[new]:
+            raise CheckpointError(
+                f"{where}: {old} is {shown(values[old])}, but {new} is {shown(values[new])}"
+            )
+    return {_SYNONYMS.get(key, key): value for key, value in values.items()}
+
+
 def _check_agreement(one: QuantizationConfig, other: QuantizationConfig) -> None:
     for key in _DECISIVE:
         if key not in one.values or key not in other.values:
@@ -272,4 +289,6 @@ def _check_agreement(one: QuantizationConfig, other: QuantizationConfig) -> None
         if isinstance(mine, str) and isinstance(theirs, str):
             mine, theirs = mine.lower(), theirs.lower()
         if mine != theirs:
-            raise CheckpointError(f"{one.where} has {key} {mine!r}, but {other.where} has {theirs!r}")
+            raise CheckpointError(
+                f"{one.where} has {key} {shown(mine)}, but {other.where} has {shown(theirs)}"
+            )

@@ -15,11 +15,20 @@ from typing import Any
 from numpy.typing import NDArray
 
 from marlin_jit.errors import CheckpointError
-from marlin_jit.formats.safetensors_io import SafetensorsFile, TensorInfo, load_json, open_regular
+from marlin_jit.formats.safetensors_io import (
+    SafetensorsFile,
+    TensorInfo,
+    load_json,
+    open_regular,
+    shortened,
+    shown,
+)
 
 __all__ = ["ModelFiles"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+# That of most file systems (some count bytes, so that fewer characters fit).
+MAX_FILE_NAME = 255
 _SHARD_NAME = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
@@ -89,7 +98,7 @@ class ModelFiles:
         for name, shard in promised.items():
             if self._where.get(name) != shard:
                 raise CheckpointError(
-                    f"{path / shard}: tensor {name} is not in it, but {self.index_name} says so"
+                    f"{path / shard}: tensor {shortened(name)} is not in it, but {self.index_name} says so"
                 )
 
     def __contains__(self, name: object) -> bool:
@@ -111,6 +120,10 @@ class ModelFiles:
     def chunks(self, name: str) -> Iterator[bytes]:
         return self.shards[self._where[name]].chunks(name)
 
+    def stored_nbytes(self, name: str) -> int:
+        """Return the bytes of tensor `name` in the file, where reading makes it larger."""
+        return self.info(name).nbytes
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -123,9 +136,17 @@ class ModelFiles:
         folder beside them.
         """
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CheckpointError(f"{self.folder}: file name {name!r} leads out of the folder")
+            raise CheckpointError(f"{self.folder}: file name {shown(name)} leads out of the folder")
+        if len(name) > MAX_FILE_NAME:
+            raise CheckpointError(
+                f"{self.folder}: file name {shown(name)} is over the limit of {MAX_FILE_NAME} characters"
+            )
         path = self.folder / name
-        if path.is_symlink():
+        try:
+            linked = path.is_symlink()
+        except OSError as error:  # a name or path with too many bytes
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        if linked:
             home = self.folder.resolve()
             allowed = [home]
             if home.parent.name == "snapshots":
@@ -164,7 +185,7 @@ class ModelFiles:
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         if len(indexes) > 1:
             raise CheckpointError(
-                f"{self.path}: several indexes ({', '.join(indexes)}); keep the one that is meant"
+                f"{self.path}: several indexes ({shortened(', '.join(indexes))}); keep the one that is meant"
             )
         if indexes:
             return self._read_index(indexes[0], weights)
@@ -175,10 +196,6 @@ class ModelFiles:
         if weights:
             raise CheckpointError(
                 f"{self.path}: {len(weights)} safetensors files and no index; name one of them instead"
-            )
-        if any(name.endswith(".gguf") for name in names):
-            raise CheckpointError(
-                f"{self.path}: holds a GGUF model, which is not read yet; accepted: safetensors files"
             )
         raise CheckpointError(f"{self.path}: no *.safetensors file in this folder")
 
@@ -198,7 +215,7 @@ class ModelFiles:
             raise CheckpointError(f"{path}: lists no tensor")
         for shard in shards:
             if not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{path}: shard {shard!r} is not a safetensors file")
+                raise CheckpointError(f"{path}: shard {shown(shard)} is not a safetensors file")
             open_regular(self.confined(shard))
         if "model.safetensors" in weights and "model.safetensors" not in shards:
             raise CheckpointError(

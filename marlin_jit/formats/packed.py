@@ -34,7 +34,7 @@ from marlin_jit.errors import CheckpointError, DTypeError, MarlinJitError
 from marlin_jit.formats.layer import Parameters, SourceLayer
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.publish import published
-from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, array_info
+from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, array_info, shortened, shown
 from marlin_jit.layout import GROUP_SIZES, TILE_K, group_count, padded_shape
 from marlin_jit.weight import MarlinWeight
 
@@ -128,7 +128,8 @@ def read_layer_table(files: ModelFiles) -> dict[str, LayerEntry]:
         version = file.metadata.get("format_version")
         if version != str(FORMAT_VERSION):
             raise CheckpointError(
-                f"{file.path}: format version {version}; this release reads version {FORMAT_VERSION}"
+                f"{file.path}: format version {shortened(str(version))}; this release reads version "
+                f"{FORMAT_VERSION}"
             )
         try:
             layers = json.loads(file.metadata.get("layers", ""))
@@ -142,7 +143,7 @@ def read_layer_table(files: ModelFiles) -> dict[str, LayerEntry]:
 
 
 def _checked_entry(files: ModelFiles, path: Path, name: str, values: Any) -> LayerEntry:
-    where = f"{path}: layer {name}"
+    where = f"{path}: layer {shortened(name)}"
     fields = {"K": int, "N": int, "group_size": int, "dtype": str, "source_format": str}
     if not isinstance(values, dict) or any(type(values.get(key)) is not kind for key, kind in fields.items()):
         raise CheckpointError(f"{where}: its metadata is not of the form {', '.join(fields)}")
@@ -152,7 +153,7 @@ def _checked_entry(files: ModelFiles, path: Path, name: str, values: Any) -> Lay
         or entry.group_size not in GROUP_SIZES
         or not (0 < entry.K < 1 << 31 and 0 < entry.N < 1 << 31)
     ):
-        raise CheckpointError(f"{where}: its metadata has values out of range: {values}")
+        raise CheckpointError(f"{where}: its metadata has values out of range: {shown(asdict(entry))}")
     expected = layer_tensors(name, entry, f"{name}.delta" not in files, f"{name}.perm" in files)
     for tensor, info in expected.items():
         if tensor not in files:

@@ -2,9 +2,9 @@
 
 A checkpoint is somebody else's file. The `safetensors` library checks that the header is sane, that the byte
 ranges tile the file exactly and that shape, dtype and range agree; this module adds what it lets pass (a name
-given twice, text where data should be, things that are not files) and turns every failure into one
-`CheckpointError` that names the file. The bytes are then read from the checked ranges directly, because that
-works for every dtype, also those that NumPy does not have.
+given twice, text where data should be, things that are not files, names and shapes of absurd length) and
+turns every failure into one `CheckpointError` that names the file. The bytes are then read from the checked
+ranges directly, because that works for every dtype, also those that NumPy does not have.
 
 File layout: 8 bytes little-endian header length, JSON header ``{name: {dtype, shape, data_offsets}}``, data.
 Source: https://github.com/huggingface/safetensors#format.
@@ -28,12 +28,28 @@ from safetensors import SafetensorError, safe_open
 
 from marlin_jit.errors import CheckpointError
 
-__all__ = ["SafetensorsFile", "SafetensorsWriter", "TensorInfo", "array_info", "load_json", "open_regular"]
+__all__ = [
+    "SafetensorsFile",
+    "SafetensorsWriter",
+    "TensorInfo",
+    "array_info",
+    "load_json",
+    "open_regular",
+    "shortened",
+    "shown",
+]
 
 # The library refuses longer headers on reading, so we must not write them.
 MAX_HEADER_BYTES = 100_000_000
 # A JSON file of a model (config, index) is at most a few MB; an index of a million tensors is about 100 MB.
 MAX_JSON_BYTES = 200_000_000
+# Of objects and lists in it. Configs use five levels or so; comparing, printing and writing a value recurse.
+MAX_JSON_DEPTH = 64
+# Names and numbers of dimensions appear in messages; NumPy has no array of more than 64 dimensions.
+MAX_NAME_LENGTH = 1024
+MAX_DIMENSIONS = 64
+# The largest size of an array and position in a file.
+MAX_BYTES = (1 << 63) - 1
 COPY_CHUNK = 8 << 20
 
 # Every dtype of the format in the library's order, which ascends in width; None where NumPy has no such type.
@@ -129,6 +145,7 @@ def load_json(path: Path) -> dict[str, Any]:
         )
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
+        _check_depth(value)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON: {_reason(error)}") from None
     if not isinstance(value, dict):
@@ -163,6 +180,10 @@ class SafetensorsFile:
             # Opening checks the whole header: its length, JSON, dtypes, and that the ranges tile the file.
             with safe_open(path, framework="np") as checked:
                 self.metadata: dict[str, str] = dict(checked.metadata() or {})
+        except MemoryError:
+            raise CheckpointError(
+                f"{path}: {self.size} bytes are more than memory can be mapped for"
+            ) from None
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: damaged safetensors file: {self._wrong_length() or _reason(error)}"
@@ -177,7 +198,12 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: tensor {name} has dtype {info.dtype}, for which NumPy has no type"
             )
-        out = np.empty(info.shape, dtype)
+        try:
+            out = np.empty(info.shape, dtype)
+        except (MemoryError, ValueError):  # ValueError: an empty array whose other dimensions are too large
+            raise CheckpointError(
+                f"{self.path}: tensor {name}, {info.dtype} {list(info.shape)}, is larger than memory allows"
+            ) from None
         view = out.reshape(-1).view(np.uint8).data
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -224,7 +250,7 @@ class SafetensorsFile:
         if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
             raise CheckpointError(f"{self.path}: is a web page, not a safetensors file; download it again")
         if start.startswith(b"GGUF"):
-            raise CheckpointError(f"{self.path}: is a GGUF file, which is not read yet")
+            raise CheckpointError(f"{self.path}: is a GGUF file inside a safetensors model")
 
     def _wrong_length(self) -> str | None:
         """Say so if the file is too short or too long for its header: what a broken download leaves."""
@@ -244,21 +270,17 @@ class SafetensorsFile:
             return 8 + int.from_bytes(file.read(8), "little")
 
     def _read_header(self) -> dict[str, TensorInfo]:
-        """Parse the header, reading no more than a header may take."""
+        """Parse the header, reading no more than a header may take and the file has."""
         try:
             with self.path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(
-                    file.read(min(length, MAX_HEADER_BYTES)), object_pairs_hook=_no_duplicates
-                )
-            tensors = {}
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = entry["data_offsets"]
-                tensors[name] = TensorInfo(
-                    entry["dtype"], tuple(entry["shape"]), end - begin, 8 + length + begin
-                )
+                text = file.read(min(length, MAX_HEADER_BYTES, self.size))
+            header = json.loads(text, object_pairs_hook=_no_duplicates)
+            tensors = {
+                name: _tensor_info(name, entry, 8 + length)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: damaged safetensors file: {_reason(error)}") from None
         return tensors
@@ -363,6 +385,31 @@ def _is_lfs_pointer(data: bytes) -> bool:
     return data.startswith(b"version https://git-lfs")
 
 
+def _tensor_info(name: str, entry: Any, data: int) -> TensorInfo:
+    """Return a header's entry for a file whose data start at byte `data`."""
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if len(name) > MAX_NAME_LENGTH:
+        raise ValueError(f"a tensor name has {len(name)} characters; at most {MAX_NAME_LENGTH} are read")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_BYTES - data:
+        raise ValueError(f"tensor {name} has the data_offsets {shown([begin, end])}")
+    return TensorInfo(entry["dtype"], shape, end - begin, data + begin)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise if objects and lists are nested deeper than any sensible JSON file nests them."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [node for node in level if isinstance(node, (dict, list))]
+        if not level:
+            return
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inner for child in children]
+    raise ValueError(f"nested more than {MAX_JSON_DEPTH} levels deep")
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
@@ -373,8 +420,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error's text, without the file name that an OSError repeats."""
+    """Return the first line of an error's text, not too long, without the file name an OSError repeats."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].removeprefix("Error while deserializing header: ")
+    return shortened(text.splitlines()[0].removeprefix("Error while deserializing header: "))
+
+
+def shown(value: Any) -> str:
+    """Return `value` as Python spells it, shortened: a stranger's text in a message of ours."""
+    return shortened(repr(value))
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return `text`, or its beginning where it is longer than `limit` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
