@@ -1,20 +1,22 @@
-"""Options that several commands share."""
+"""Options that several commands share. Those that belong together reach a command as one argument."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import DeviceError
+from marlin_jit.formats import ReadOptions
 
-__all__ = ["Size", "on_device", "patterns", "reading", "work"]
+__all__ = ["Size", "Work", "on_device", "patterns", "reading", "work"]
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 if TYPE_CHECKING:  # older releases of click have no parameter there
     _IntType = click.ParamType[int]
 else:
@@ -37,7 +39,7 @@ class Size(_IntType):
         return count
 
 
-def patterns(command: _Command) -> _Command:
+def patterns(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--include`` and ``--exclude``."""
     command = click.option(
         "--exclude", multiple=True, metavar="PATTERN", help="Not layers called like this. May be repeated."
@@ -50,8 +52,34 @@ def patterns(command: _Command) -> _Command:
     )(command)
 
 
-def reading(command: _Command) -> _Command:
-    """Add ``--zero-format``, ``--fix-nan-scales`` and ``--dequantize-others``: what `ReadOptions` holds."""
+@dataclass(frozen=True)
+class Work:
+    """How output is made and told of: the options that `work` adds."""
+
+    shard_size: int | None
+    jobs: int
+    device: str
+    resume: bool
+    force: bool
+    dry_run: bool
+    as_json: bool
+    quiet: bool
+
+
+def _gathered(command: Callable[..., Any], name: str, kind: type[Any]) -> Callable[..., Any]:
+    """Return a command whose options that are fields of `kind` arrive as one argument."""
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return command(**values)
+
+    return gathered
+
+
+def reading(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what says how SRC is read, as `ReadOptions` ``options``."""
+    command = _gathered(command, "options", ReadOptions)
     for option in (
         click.option(
             "--dequantize-others", is_flag=True, help="Keep GGUF tensors of other types, dequantized."
@@ -69,9 +97,15 @@ def reading(command: _Command) -> _Command:
     return command
 
 
-def work(command: _Command) -> _Command:
-    """Add ``--shard-size``, ``--jobs``, ``--device``, ``--resume`` and ``--force``."""
+def work(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what says how output is made, as `Work` ``work``."""
+    command = _gathered(command, "work", Work)
     for option in (
+        click.option("--quiet", is_flag=True, help="No progress bar, no summary."),
+        click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON."),
+        click.option(
+            "--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing."
+        ),
         click.option(
             "--force",
             is_flag=True,

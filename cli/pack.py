@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from marlin_jit.cli.options import patterns, reading, work
+from marlin_jit.cli.options import Work, patterns, reading, work
 from marlin_jit.cli.summary import execute
 from marlin_jit.formats import ReadOptions, plan_pack
 
@@ -20,25 +20,13 @@ __all__ = ["pack"]
 @patterns
 @reading
 @work
-@click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
 def pack(
     src: Path,
     dst: Path,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    zero_format: str,
-    fix_nan_scales: bool,
-    dequantize_others: bool,
-    shard_size: int | None,
-    jobs: int,
-    device: str,
-    resume: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    options: ReadOptions,
+    work: Work,
 ) -> None:
     """Pack the 4-bit checkpoint SRC into DST: a model folder into a folder, a safetensors file into a file.
 
@@ -48,19 +36,13 @@ def pack(
     is only read.
     """
     start = time.perf_counter()
-    options = ReadOptions(zero_format, fix_nan_scales, dequantize_others)
     plan = plan_pack(
-        src, dst, force=force, options=options, include=include, exclude=exclude, shard_size=shard_size
-    )
-    execute(
         src,
-        plan,
-        start,
-        ("packing", "packed"),
-        jobs=jobs,
-        device=device,
-        resume=resume,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
+        dst,
+        force=work.force,
+        options=options,
+        include=include,
+        exclude=exclude,
+        shard_size=work.shard_size,
     )
+    execute(src, plan, start, ("packing", "packed"), work)

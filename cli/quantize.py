@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from marlin_jit.cli.options import work
+from marlin_jit.cli.options import Work, work
 from marlin_jit.cli.show import counted
 from marlin_jit.cli.summary import execute
 from marlin_jit.formats import PackPlan, plan_pack
@@ -56,9 +56,6 @@ SHOWN = 3  # names in a line of plain text; --json has all of them
     "--exclude", multiple=True, metavar="PATTERN", help="Leave layers of such names. May be repeated."
 )
 @work
-@click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
 def quantize(
     src: Path,
     dst: Path,
@@ -70,14 +67,7 @@ def quantize(
     act_order: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    shard_size: int | None,
-    jobs: int,
-    device: str,
-    resume: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    work: Work,
 ) -> None:
     """Quantize the float16, bfloat16 or float32 model SRC to 4 bits and pack it into DST.
 
@@ -99,18 +89,13 @@ def quantize(
         exclude=exclude,
     )
     checkpoint = open_dense(src, settings)
-    plan = plan_pack(src, dst, force=force, checkpoint=checkpoint, shard_size=shard_size)
+    plan = plan_pack(src, dst, force=work.force, checkpoint=checkpoint, shard_size=work.shard_size)
     execute(
         src,
         plan,
         start,
         ("quantizing", "packed"),
-        jobs=jobs,
-        device=device,
-        resume=resume,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
+        work,
         lines=[*_left(checkpoint), *_calibration(checkpoint, plan)],
         more={"left": checkpoint.left, "unused_calibration": list(checkpoint.unused)},
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marlin_jit.cli.options import on_device
+from marlin_jit.cli.options import Work, on_device
 from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
 from marlin_jit.formats import LayerPlan, PackPlan, run_pack
 
@@ -19,13 +19,8 @@ def execute(
     plan: PackPlan,
     start: float,
     verb: tuple[str, str],
+    work: Work,
     *,
-    jobs: int,
-    device: str,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
     lines: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> None:
@@ -39,7 +34,7 @@ def execute(
         Of the command, by `time.perf_counter`.
     verb : (str, str)
         What is being done, and what has been done.
-    jobs, device, resume, dry_run, as_json, quiet
+    work : Work
         The options.
     lines : sequence of str
         More lines for the summary.
@@ -47,14 +42,15 @@ def execute(
         More keys for the JSON.
     """
     doing, done = verb
-    if not dry_run:
-        with bytes_bar(doing, plan.bytes_before, wanted=not quiet) as advance:
-            run_pack(plan, advance, jobs=jobs, device=on_device(device), resumable=resume)
+    if not work.dry_run:
+        device = on_device(work.device)
+        with bytes_bar(doing, plan.bytes_before, wanted=not work.quiet) as advance:
+            run_pack(plan, advance, jobs=work.jobs, device=device, resumable=work.resume)
     seconds = time.perf_counter() - start
-    if as_json:
-        print_json(_as_json(src, plan, dry_run, seconds) | dict(more or {}))
-    elif not quiet:
-        _print_summary(src, plan, f"would be {done}" if dry_run else f"{done} in {seconds:.2f} s", lines)
+    if work.as_json:
+        print_json(_as_json(src, plan, work.dry_run, seconds) | dict(more or {}))
+    elif not work.quiet:
+        _print_summary(src, plan, f"would be {done}" if work.dry_run else f"{done} in {seconds:.2f} s", lines)
 
 
 def _print_summary(src: Path, plan: PackPlan, done: str, lines: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from marlin_jit.cli.options import patterns, reading, work
+from marlin_jit.cli.options import Work, patterns, reading, work
 from marlin_jit.cli.summary import execute
 from marlin_jit.formats import ReadOptions
 from marlin_jit.formats.unpack import UNPACKED, plan_unpack
@@ -28,26 +28,14 @@ __all__ = ["unpack"]
 @patterns
 @reading
 @work
-@click.option("--dry-run", is_flag=True, help="Check everything and show what would be done; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
 def unpack(
     src: Path,
     dst: Path,
     to: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    zero_format: str,
-    fix_nan_scales: bool,
-    dequantize_others: bool,
-    shard_size: int | None,
-    jobs: int,
-    device: str,
-    resume: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    options: ReadOptions,
+    work: Work,
 ) -> None:
     """Turn SRC, packed or of any format that `pack` reads, into GPTQ v2 or dense weights in DST.
 
@@ -60,21 +48,10 @@ def unpack(
         src,
         dst,
         to,
-        force=force,
-        options=ReadOptions(zero_format, fix_nan_scales, dequantize_others),
+        force=work.force,
+        options=options,
         include=include,
         exclude=exclude,
-        shard_size=shard_size,
+        shard_size=work.shard_size,
     )
-    execute(
-        src,
-        plan,
-        start,
-        ("unpacking", "unpacked"),
-        jobs=jobs,
-        device=device,
-        resume=resume,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    execute(src, plan, start, ("unpacking", "unpacked"), work)

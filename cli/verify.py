@@ -27,9 +27,7 @@ def verify(
     ctx: click.Context,
     src: Path,
     dst: Path,
-    zero_format: str,
-    fix_nan_scales: bool,
-    dequantize_others: bool,
+    options: ReadOptions,
     as_json: bool,
 ) -> None:
     """Dequantize SRC and DST layer by layer and compare every weight; compare all other tensors byte by byte.
@@ -41,7 +39,6 @@ def verify(
     read.
     """
     start = time.perf_counter()
-    options = ReadOptions(zero_format, fix_nan_scales, dequantize_others)
     total = open_checkpoint(src, options).files.nbytes
     with bytes_bar("verifying", total, wanted=not as_json) as advance:
         result = compare(src, dst, advance, options)
