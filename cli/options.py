@@ -128,7 +128,7 @@ def work(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(1, 256),
             default=min(4, os.cpu_count() or 1),
             show_default="one a core, at most 4",
-            help="Layers at the same time; each takes about 4 bytes of memory a weight.",
+            help="Layers at the same time; each takes 2 to 6 bytes of memory a weight.",
         ),
         click.option(
             "--shard-size",

@@ -55,9 +55,10 @@ def execute(
 
 def _print_summary(src: Path, plan: PackPlan, done: str, lines: Sequence[str]) -> None:
     groups: dict[tuple[str, str, str, str], list[LayerPlan]] = {}
-    dense = [name for name, layer in plan.layers.items() if layer.target != plan.target]
-    for name, layer in plan.layers.items():
-        if name in dense:
+    dense = []
+    for layer in plan.layers.values():
+        if layer.target != plan.target:
+            dense.append(layer)
             continue
         kind = "symmetric" if layer.outline.symmetric else "asymmetric"
         if layer.outline.permuted:
@@ -72,8 +73,7 @@ def _print_summary(src: Path, plan: PackPlan, done: str, lines: Sequence[str]) -
         rows.append([*key, str(len(layers)), size(before), size(after)])
     print_table(columns, rows)
     if dense:
-        before = sum(plan.layers[name].bytes_before for name in dense)
-        after = sum(plan.layers[name].bytes_after for name in dense)
+        before, after = sum(x.bytes_before for x in dense), sum(x.bytes_after for x in dense)
         print_line(
             f"left dense by the patterns: {counted(len(dense), 'layer')} ({size(before)} -> {size(after)})"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,38 @@ def test_gguf_to_gptq(tmp_path: Path) -> None:
     with np.load(source.parent / "expected.npz") as expected:
         W = expected["W.blk.0.attn_q.weight"]
     np.testing.assert_array_equal(mj.dequantize(layer.read(), np.float32), W)
+
+
+def test_gptq_layers_have_names(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The dense weight of a layer without a name is ``.weight``; a ``.qweight`` would be no layer's."""
+    mj.save(tmp_path / "p.safetensors", {"": weight(rng)})
+    with pytest.raises(CheckpointError, match="a GPTQ layer needs a name"):
+        unpack(tmp_path / "p.safetensors", tmp_path / "out")
+    unpack(tmp_path / "p.safetensors", tmp_path / "d.safetensors", "dense")
+    assert compare(tmp_path / "p.safetensors", tmp_path / "d.safetensors").differences == ()
+
+
+@pytest.mark.filterwarnings("ignore::marlin_jit.formats.CheckpointWarning")
+@pytest.mark.parametrize("to", ["gptq", "float16"])
+def test_scales_of_packed_files_that_are_taken_as_zero(
+    tmp_path: Path, rng: np.random.Generator, to: str
+) -> None:
+    w = weight(rng)
+    path = packed_file(tmp_path, up=w)
+    tensors = load_file(path)
+    tensors["up.s"][1, 5] = np.nan
+    save_file(tensors, path, header(path))
+    with pytest.raises(CheckpointError, match=r"tensor up.s has 1 NaN or infinite of 128 scales"):
+        unpack(path, tmp_path / "out", to)
+    run_pack(plan_unpack(path, tmp_path / "out", to, options=ReadOptions(fix_nan_scales=True)))
+    scales = w.scales.copy()
+    scales[1, 5] = 0
+    expected = mj.dequantize(replace(w, scales=scales))
+    out = tmp_path / "out"
+    if to == "gptq":
+        assert_same_bits(mj.dequantize(open_checkpoint(out).layers["up"].read()), expected, zero_sign=False)
+    else:
+        assert_same_bits(load_file(out)["up.weight"].T, expected)
 
 
 def test_gptq_is_a_folder(tmp_path: Path, rng: np.random.Generator) -> None:

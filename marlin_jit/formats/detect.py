@@ -107,7 +107,7 @@ def open_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
     Parameters
     ----------
     path : str or Path
-        GPTQ, AWQ, Marlin or packed by this package.
+        GPTQ, AWQ, compressed-tensors, GGUF, Marlin or packed by this package.
     options : ReadOptions, optional
 
     Raises

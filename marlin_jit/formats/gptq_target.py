@@ -70,6 +70,8 @@ class GPTQTarget(Target):
         self, name: str, source_format: str, outline: Outline, where: str
     ) -> tuple[int, dict[str, TensorInfo]]:
         K, N, size = outline.K, outline.N, outline.group_size
+        if not name:
+            raise CheckpointError(f"{where}: a GPTQ layer needs a name, and this one's is empty")
         for letter, count in (("K", K), ("N", N)):
             if count % 8:
                 raise CheckpointError(f"{where}: {letter} = {count}; GPTQ holds multiples of 8; {_INSTEAD}")

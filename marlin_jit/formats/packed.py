@@ -197,14 +197,15 @@ class PackedLayer(SourceLayer):
         )
 
     def read(self) -> MarlinWeight:
+        found = self.checked_parameters()
         try:
             return MarlinWeight(
                 self.files.read(f"{self.name}.B"),
-                self.files.read(f"{self.name}.s"),
+                found.scale,
                 self._optional("delta"),
                 shape=(self.entry.K, self.entry.N),
                 group_size=self.entry.group_size,
-                perm=self._optional("perm"),
+                perm=found.g_idx,
             )
         except CheckpointError:
             raise

@@ -7,6 +7,7 @@ old one is moved aside for the moment of a second rename; if that fails it is mo
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -79,8 +80,9 @@ def published(
     if keep is not None:
         with _kept(destination, keep) as temporary:
             yield temporary
-            (temporary / _KEPT).unlink()
             _put_in_place(temporary, destination, folder, force, may_replace)
+            # Last, so that until the end the folder can be resumed, and is locked for other runs.
+            (destination / _KEPT).unlink(missing_ok=True)
         return
     # 50 characters take at most 200 of the 255 bytes that a name may have.
     temporary = destination.with_name(f".{destination.name[:50]}.{secrets.token_hex(4)}.partial")
@@ -101,12 +103,19 @@ _KEPT = ".marlin-jit-resume"
 """In an unfinished folder that is kept: what it is of. Locked by the run that writes."""
 
 
+def _kept_name(destination: Path) -> str:
+    """Return the name of the unfinished folder, another one for each destination."""
+    name = destination.name
+    if len(name) > 50:
+        name = name[:41] + "-" + hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
+    return f".{name}.resume.partial"
+
+
 @contextmanager
 def _kept(destination: Path, text: str) -> Iterator[Path]:
     """Yield the unfinished folder of an earlier run with the same text, or a new one, and keep it."""
-    folder = destination.with_name(f".{destination.name[:50]}.resume.partial")
-    status = _status(folder)
-    if status is not None and not (stat.S_ISDIR(status.st_mode) and (folder / _KEPT).is_file()):
+    folder = destination.with_name(_kept_name(destination))
+    if not _may_be_kept(folder):
         raise CheckpointError(f"{folder}: is in the way of an output that can be resumed; remove it")
     folder.mkdir(exist_ok=True)
     with (folder / _KEPT).open("a+", encoding="utf-8") as marker:
@@ -114,16 +123,26 @@ def _kept(destination: Path, text: str) -> Iterator[Path]:
         marker.seek(0)
         same = marker.read() == text
         for entry in folder.iterdir():
-            if entry.name == _KEPT or (same and entry.suffix == ".safetensors"):
+            is_folder = entry.is_dir() and not entry.is_symlink()
+            if entry.name == _KEPT or (same and entry.suffix == ".safetensors" and not is_folder):
                 continue
-            if entry.is_dir() and not entry.is_symlink():
+            if is_folder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
         marker.truncate(0)
         marker.write(text)
         marker.flush()
+        os.fsync(marker.fileno())  # before any file that it is about
         yield folder
+
+
+def _may_be_kept(folder: Path) -> bool:
+    """Whether nothing is there, or a folder that a run has kept or had just made when it was killed."""
+    status = _status(folder)
+    if status is None:
+        return True
+    return stat.S_ISDIR(status.st_mode) and ((folder / _KEPT).is_file() or not any(folder.iterdir()))
 
 
 def _lock(file: IO[str], folder: Path) -> None:
@@ -134,8 +153,12 @@ def _lock(file: IO[str], folder: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The run that held it may have finished, and a third one begun, since the file was opened.
+        held = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except OSError:
-        raise CheckpointError(f"{folder}: another run is writing there") from None
+        held = False
+    if not held:
+        raise CheckpointError(f"{folder}: another run is writing there")
 
 
 def _put_in_place(
@@ -189,8 +212,7 @@ def _check_replaceable(
             _check_replaceable(path, destination, folder, may_replace)
             return
         raise CheckpointError(
-            f"{destination}: was not written by marlin-jit, so --force does not replace it; remove it "
-            "yourself"
+            f"{destination}: holds no packed model, so --force does not replace it; remove it yourself"
         )
 
 
@@ -198,7 +220,8 @@ def _replace_folder(temporary: Path, destination: Path, may_replace: Callable[[P
     """Put one folder in the place of another, unless that is, or has just become, one to be left alone."""
     _check_replaceable(destination, destination, True, may_replace)
     checked = _identity(destination)
-    aside = temporary.with_suffix(".old")
+    # A name of its own: a killed run may have left such a folder.
+    aside = temporary.with_suffix(f".{secrets.token_hex(4)}.old")
     replaceable = False
     try:
         try:

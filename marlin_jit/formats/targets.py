@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit._array import BFLOAT16
+from marlin_jit._array import BFLOAT16, to_host
 from marlin_jit.errors import CheckpointError, MarlinJitError
 from marlin_jit.formats.layer import Outline, SourceLayer
 from marlin_jit.formats.packed import (
@@ -147,7 +147,7 @@ class DenseTarget(Target):
     def arrays(self, layer: SourceLayer, device: bool) -> dict[str, NDArray[Any]]:
         weight = _read(layer, device)
         dense = dequantize(weight, self.dtype or weight.dtype)
-        host: NDArray[Any] = np.ascontiguousarray((dense if isinstance(dense, np.ndarray) else dense.get()).T)
+        host: NDArray[Any] = np.ascontiguousarray(to_host(dense).T)
         beyond = int(np.count_nonzero(~np.isfinite(host)))
         if beyond:
             raise CheckpointError(
