@@ -15,10 +15,12 @@ import pytest
 from checkpoint_maker import gptq_config, gptq_layer, write_model, write_shards
 from helpers import random_codes, random_scales
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from marlin_jit.errors import CheckpointError
 from marlin_jit.formats import (
     ReadOptions,
+    compare,
     convert,
     load,
     open_checkpoint,
@@ -108,6 +110,32 @@ def test_a_single_file_is_not_divided(tmp_path: Path, rng: np.random.Generator) 
     source = model(tmp_path / "m", rng, files=1) / "model.safetensors"
     with pytest.raises(CheckpointError, match="is one file, which a shard size would divide"):
         plan_pack(source, tmp_path / "out.safetensors", shard_size=1000)
+
+
+def test_metadata_of_new_files_is_what_their_sources_agree_on(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    everything = {f"x{i}": np.full(1000, i, np.float16) for i in range(4)}
+    layer = gptq_layer(random_codes(rng, 32, 64), random_scales(rng, 1, 64), np.full((1, 64), 8, np.uint8))
+    write_model(tmp_path / "m", gptq_config(checkpoint_format="gptq_v2"), {}, everything)
+    (tmp_path / "m/model.safetensors").unlink()
+    files = {
+        "model-00001-of-00002.safetensors": {"x0": everything["x0"], "x1": everything["x1"]},
+        "model-00002-of-00002.safetensors": {f"a.{key}": value for key, value in layer.items()}
+        | {"x2": everything["x2"]},
+    }
+    write_shards(tmp_path / "m", files)
+    for number, name in enumerate(files):
+        save_file(files[name], tmp_path / "m" / name, {"author": "somebody", "file": str(number)})
+    run_pack(plan_pack(tmp_path / "m", tmp_path / "out", shard_size=5000))
+    for path in sorted((tmp_path / "out").glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            names, metadata = set(file.keys()), file.metadata()
+        assert metadata["author"] == "somebody"
+        numbers = {str(i) for i, tensors in enumerate(files.values()) for n in tensors if n in names}
+        if "a.B" in names:
+            numbers.add("1")
+        assert metadata.get("file") == (numbers.pop() if len(numbers) == 1 else None)
 
 
 # ---- several layers at once ------------------------------------------------------------------------------
@@ -439,6 +467,30 @@ def test_layers_that_are_left_out_are_written_dense(
         else:
             assert np.array_equal(out.tensors[f"{name}.weight"].T, weight)
     assert np.array_equal(out.tensors["model.norm.weight"], np.arange(128, dtype=np.float16))
+
+
+def test_groups_of_uneven_activation_order_are_refused_or_left_dense(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    q, scale = random_codes(rng, 96, 64), random_scales(rng, 3, 64)
+    zero_point = rng.integers(0, 16, (3, 64), dtype=np.uint8)
+    g_idx = rng.permutation(np.repeat([0, 1, 2], [40, 0, 56])).astype(np.int32)
+    config = gptq_config(checkpoint_format="gptq_v2")
+    layers = {
+        "a.up": gptq_layer(q, scale, zero_point, g_idx=g_idx),
+        "a.down": gptq_layer(q, scale, zero_point),
+    }
+    source = write_model(tmp_path / "m", config, layers)
+    message = (
+        "layer a.up: g_idx puts 40 rows in group 0; the group size is 32, and packed groups are full; leave"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        plan_pack(source, tmp_path / "out")
+    run_pack(plan_pack(source, tmp_path / "out", exclude=["a.up"]))
+    exact = (q - zero_point[g_idx].astype(np.float64)) * scale[g_idx].astype(np.float64)
+    dense = load(tmp_path / "out").tensors["a.up.weight"]
+    assert np.array_equal(dense, exact.astype(np.float16).T)
+    assert not compare(source, tmp_path / "out").differences
 
 
 @pytest.mark.parametrize(

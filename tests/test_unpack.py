@@ -515,3 +515,14 @@ def test_verify_reads_as_pack_did(tmp_path: Path, rng: np.random.Generator) -> N
     assert run("verify", model, tmp_path / "p", *options).code == 0
     assert run("verify", model, tmp_path / "p").code == 2
     assert run("verify", model, tmp_path / "p", "--fix-nan-scales").code == 1
+
+
+def test_tensors_that_would_become_a_layer_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer = gptq_layer(random_codes(rng, 64, 64), random_scales(rng, 2, 64), np.full((2, 64), 8, np.uint8))
+    stray = {"Y.B": np.zeros((4, 128), np.int32), "Y.s": np.ones((1, 64), np.float16)}
+    model = write_model(tmp_path / "m", gptq_config(checkpoint_format="gptq_v2"), {"a": layer}, stray)
+    with pytest.raises(
+        CheckpointError, match=r"tensors Y\.B and Y\.s belong to no layer, but dense models would"
+    ):
+        plan_unpack(model, tmp_path / "out", "float16")
+    plan_unpack(model, tmp_path / "out", "gptq")

@@ -38,8 +38,7 @@ class AWQLayer(SourceLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        names = [f"{self.name}.{suffix}" for suffix in ("qweight", "qzeros", "scales")]
-        return tuple(name for name in names if name in self.files)
+        return self.present("qweight", "qzeros", "scales")
 
     @property
     def scale_name(self) -> str:

@@ -51,8 +51,7 @@ class CompressedTensorsLayer(SourceLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        names = [f"{self.name}.{suffix}" for suffix in _SUFFIXES]
-        return tuple(name for name in names if name in self.files)
+        return self.present(*_SUFFIXES)
 
     @property
     def scale_name(self) -> str:

@@ -229,6 +229,8 @@ def plan_conversion(
     _check_names(checkpoint, layers)
     shards, home = _plan_shards(checkpoint, layers, folder, shard_size)
     copied, skipped = other_files(files) if files.is_folder else ((), ())
+    if not folder:
+        skipped = (*skipped, *files.documents)
     return PackPlan(checkpoint, target, destination, folder, force, layers, shards, home, copied, skipped)
 
 
@@ -422,7 +424,7 @@ def _write_shard(
     files = plan.checkpoint.files
     here = plan.layers_in(shard)
     # What the source says about itself stays, except the keys that now say something else.
-    metadata = {**_source_metadata(files, shard), **plan.target.metadata(here)}
+    metadata = {**_source_metadata(plan, shard), **plan.target.metadata(here)}
     unfinished = path.with_name(path.name + resume.UNFINISHED) if plan.folder else path
     with SafetensorsWriter(unfinished, tensors, metadata) as writer:
         for name in plan.checkpoint.others:
@@ -437,11 +439,11 @@ def _write_shard(
         unfinished.rename(path)
 
 
-def _source_metadata(files: ModelFiles, shard: str) -> dict[str, str]:
-    """Return the metadata of the source file of the same name, or what all source files agree on."""
-    if shard in files.shards:
-        return files.shards[shard].metadata
-    first, *others = (file.metadata for file in files.shards.values())
+def _source_metadata(plan: PackPlan, shard: str) -> dict[str, str]:
+    """Return what the metadata of those source files agree on that an output file is made of."""
+    files = plan.checkpoint.files
+    made_of = {files.shard_of(unit) for unit, home in plan.home.items() if home == shard}
+    first, *others = (files.shards[name].metadata for name in sorted(made_of))
     return {key: value for key, value in first.items() if all(m.get(key) == value for m in others)}
 
 

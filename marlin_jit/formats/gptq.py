@@ -182,8 +182,7 @@ class GPTQLayer(SourceLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        names = [f"{self.name}.{suffix}" for suffix in ("qweight", "qzeros", "scales", "g_idx")]
-        return tuple(name for name in names if name in self.files)
+        return self.present("qweight", "qzeros", "scales", "g_idx")
 
     @property
     def scale_name(self) -> str:

@@ -64,6 +64,8 @@ class Outline:
     symmetric, permuted : bool
         Whether the packed layer has no delta; whether it has a permutation.
     notes : tuple of str
+    uneven : str
+        Where activation order gives groups other numbers of rows than the group size: which, in words.
     """
 
     K: int
@@ -73,6 +75,7 @@ class Outline:
     symmetric: bool
     permuted: bool
     notes: tuple[str, ...] = ()
+    uneven: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,6 @@ class SourceLayer(ABC):
         """
         found = self.checked_parameters()
         check_delta(self.where(self.scale_name), found)
-        if found.g_idx is not None:
-            self._check_groups(found.g_idx, found.K, found.group_size)
         return Outline(
             found.K,
             found.N,
@@ -171,19 +172,18 @@ class SourceLayer(ABC):
             found.symmetric,
             found.g_idx is not None,
             found.notes,
+            "" if found.g_idx is None else self._uneven_groups(found.g_idx, found.K, found.group_size),
         )
 
-    def _check_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> None:
-        """Raise if activation order fills a group with more or fewer rows than the group size."""
+    def _uneven_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> str:
+        """Return, in words, which group is the first with more or fewer rows than the group size."""
         size = K if group_size == -1 else group_size
         rows = np.bincount(g_idx, minlength=K // size)
         uneven = np.flatnonzero(rows != size)
-        if uneven.size:
-            g = int(uneven[0])
-            raise CheckpointError(
-                f"{self.files.path}: layer {self.name}: g_idx puts {int(rows[g])} rows in group {g}; the "
-                f"group size is {size}"
-            )
+        if not uneven.size:
+            return ""
+        g = int(uneven[0])
+        return f"g_idx puts {int(rows[g])} rows in group {g}; the group size is {size}"
 
     @property
     def decided_by(self) -> str:
@@ -203,6 +203,11 @@ class SourceLayer(ABC):
         for note in found.notes:
             warnings.warn(note, CheckpointWarning, stacklevel=3)
         return found
+
+    def present(self, *suffixes: str) -> tuple[str, ...]:
+        """Return the full names of those tensors of the layer that the file has."""
+        names = (f"{self.name}.{suffix}" for suffix in suffixes)
+        return tuple(name for name in names if name in self.files)
 
     def where(self, tensor: str) -> str:
         """Return ``file: tensor NAME`` for messages."""

@@ -61,8 +61,7 @@ class MarlinLayer(SourceLayer):
     @property
     def tensors(self) -> tuple[str, ...]:
         more = _VLLM if self.suffixes == ("B", "s") else ()
-        names = [f"{self.name}.{suffix}" for suffix in (*self.suffixes, *more)]
-        return tuple(name for name in names if name in self.files)
+        return self.present(*self.suffixes, *more)
 
     @property
     def scale_name(self) -> str:

@@ -179,7 +179,7 @@ class PackedLayer(SourceLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        return tuple(name for name in reserved_names(self.name) if name in self.files)
+        return self.present(*_SUFFIXES)
 
     @property
     def scale_name(self) -> str:
@@ -212,10 +212,11 @@ class PackedLayer(SourceLayer):
         except MarlinJitError as error:
             raise CheckpointError(f"{self.files.path}: layer {self.name}: {error}") from None
 
-    def _check_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> None:
-        """Raise unless `g_idx`, here the permutation of rows, is one: packed groups are always full."""
+    def _uneven_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> str:
+        """Return nothing: packed groups are full. Raise unless `g_idx`, here the order of rows, is one."""
         if not np.array_equal(np.sort(g_idx), np.arange(K)):
             raise CheckpointError(f"{self.where(f'{self.name}.perm')}: is no permutation of 0..{K - 1}")
+        return ""
 
     def _optional(self, suffix: str) -> NDArray[Any] | None:
         tensor = f"{self.name}.{suffix}"

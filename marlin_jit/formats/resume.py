@@ -28,7 +28,10 @@ def fingerprint(plan: PackPlan) -> str:
     """Return a text that two plans share only if they write the same bytes from the same files."""
     sources = []
     for file in plan.checkpoint.files.shards.values():
-        status = file.path.stat()
+        try:
+            status = file.path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{file.path}: cannot be read: {error.strerror or error}") from None
         sources.append([str(file.path.resolve()), status.st_size, status.st_mtime_ns])
     layers = {
         name: [layer.source.format, layer.source.decided_by, repr(layer.target), repr(layer.outline)]
@@ -38,7 +41,7 @@ def fingerprint(plan: PackPlan) -> str:
         shard: {name: [info.dtype, info.shape] for name, info in tensors.items()}
         for shard, tensors in plan.shards.items()
     }
-    from marlin_jit import __version__
+    from marlin_jit import __version__  # here, since the package imports this module on its way
 
     text = json.dumps([__version__, sources, layers, outputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -222,7 +222,7 @@ class SafetensorsFile:
         """Yield the bytes of tensor `name`, a few MB at a time, whatever its dtype."""
         info = self.tensors[name]
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self.path.open("rb") as file:
                 file.seek(info.start)
                 left = info.nbytes
                 while left:

@@ -86,6 +86,11 @@ class PackedTarget(Target):
                 f"{where}: group size {outline.group_size} is no multiple of 32; the Marlin format holds "
                 f"{GROUP_SIZES}"
             )
+        if outline.uneven:
+            raise CheckpointError(
+                f"{where}: {outline.uneven}, and packed groups are full; leave the layer dense with "
+                f"--exclude {name}"
+            )
         if outline.permuted and entry.group_size not in (outline.group_size, -1):
             raise CheckpointError(
                 f"{where}: group size {outline.group_size} with activation order; packed are {GROUP_SIZES}"

@@ -63,6 +63,8 @@ def plan_unpack(
     checkpoint = _no_longer_packed(checkpoint)
     target = GPTQTarget(checkpoint) if to == "gptq" else DenseTarget(None if to == "dense" else to)
     files, destination = checkpoint.files, Path(destination)
+    if isinstance(target, DenseTarget):
+        _refuse_stray_marlin(checkpoint)
     if isinstance(target, GPTQTarget):
         files.becomes_folder = True
         if destination.suffix == ".safetensors" and not files.is_folder:
@@ -85,6 +87,17 @@ def plan_unpack(
         files.documents = documents | {"quantize_config.json": target.settings()}
         plan = replace(plan, skipped=tuple(name for name in plan.skipped if name not in files.documents))
     return plan
+
+
+def _refuse_stray_marlin(checkpoint: Checkpoint) -> None:
+    """Raise if a model without a quantization config would be taken for Marlin files by its tensors."""
+    others = set(checkpoint.others)
+    for name in checkpoint.others:
+        if name.endswith(".B") and f"{name[:-2]}.s" in others:
+            raise CheckpointError(
+                f"{checkpoint.files.path}: tensors {name} and {name[:-2]}.s belong to no layer, but dense "
+                "models would be read as if they did"
+            )
 
 
 def _no_longer_packed(checkpoint: Checkpoint) -> Checkpoint:
