@@ -156,7 +156,7 @@ def _row(layer: dict[str, Any]) -> list[str]:
 
 
 def _other_bytes(checkpoint: Checkpoint) -> int:
-    return sum(checkpoint.files.info(name).nbytes for name in checkpoint.others)
+    return sum(checkpoint.files.stored_nbytes(name) for name in checkpoint.others)
 
 
 def _as_json(src: Path, checkpoint: Checkpoint, layers: list[dict[str, Any]]) -> dict[str, Any]:

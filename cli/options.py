@@ -133,7 +133,8 @@ def work(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--shard-size",
             type=Size(),
-            help="Most bytes in an output file, e.g. 5GB. Default: the files of SRC.",
+            help="Most bytes in an output file, e.g. 5GB; what is larger gets a file of its own. Default: as "
+            "SRC.",
         ),
     ):
         command = option(command)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from marlin_jit.cli.options import Work, on_device
 from marlin_jit.cli.show import bytes_bar, counted, print_json, print_line, print_table, size
 from marlin_jit.formats import LayerPlan, PackPlan, run_pack
@@ -42,13 +44,25 @@ def execute(
         More keys for the JSON.
     """
     doing, done = verb
+    taken = 0
     if not work.dry_run:
         device = on_device(work.device)
-        with bytes_bar(doing, plan.bytes_before, wanted=not work.quiet) as advance:
-            run_pack(plan, advance, jobs=work.jobs, device=device, resumable=work.resume)
+        try:
+            with bytes_bar(doing, plan.bytes_before, wanted=not work.quiet) as advance:
+                taken = run_pack(plan, advance, jobs=work.jobs, device=device, resumable=work.resume)
+        except (KeyboardInterrupt, SystemExit):
+            if work.resume:
+                click.echo("finished files are kept: the same command goes on with them", err=True)
+            raise
     seconds = time.perf_counter() - start
+    if work.resume and not work.dry_run:
+        lines = [
+            *lines,
+            f"taken over from an interrupted run: {taken} of {counted(len(plan.shards), 'file')}",
+        ]
     if work.as_json:
-        print_json(_as_json(src, plan, work.dry_run, seconds) | dict(more or {}))
+        told = _as_json(src, plan, work.dry_run, seconds) | {"files_taken_over": taken}
+        print_json(told | dict(more or {}))
     elif not work.quiet:
         _print_summary(src, plan, f"would be {done}" if work.dry_run else f"{done} in {seconds:.2f} s", lines)
 
@@ -77,10 +91,19 @@ def _print_summary(src: Path, plan: PackPlan, done: str, lines: Sequence[str]) -
         print_line(
             f"left dense by the patterns: {counted(len(dense), 'layer')} ({size(before)} -> {size(after)})"
         )
-    others = plan.checkpoint.others
-    carried = sum(plan.checkpoint.files.info(name).nbytes for name in others)
-    tensors, files = counted(len(others), "other tensor"), counted(len(plan.copied), "other file")
-    print_line(f"unchanged: {tensors} ({size(carried)}), {files}")
+    files = plan.checkpoint.files
+    widened = [n for n in plan.checkpoint.others if files.stored_nbytes(n) != files.info(n).nbytes]
+    if widened:
+        before, after = sum(map(files.stored_nbytes, widened)), sum(files.info(n).nbytes for n in widened)
+        print_line(
+            f"written as float32: {counted(len(widened), 'tensor')} ({size(before)} -> {size(after)}): "
+            + ", ".join(widened[:3])
+            + (", ..." if len(widened) > 3 else "")
+        )
+    unchanged = [n for n in plan.checkpoint.others if n not in set(widened)]
+    carried = size(sum(files.info(n).nbytes for n in unchanged))
+    copied = counted(len(plan.copied), "other file")
+    print_line(f"unchanged: {counted(len(unchanged), 'other tensor')} ({carried}), {copied}")
     if plan.skipped:
         print_line(f"left out: {', '.join(plan.skipped)}")
     for line in lines:

@@ -115,4 +115,4 @@ def _device_arch() -> str:
     try:
         return jit.arch_for(current_device().capability, jit.supported_archs())
     except DeviceError as error:
-        raise click.UsageError(f"{error}; name an architecture with --arch, e.g. --arch 90a") from None
+        raise DeviceError(f"{error}; name an architecture with --arch, e.g. --arch 90a") from None

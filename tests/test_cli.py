@@ -65,7 +65,7 @@ def test_pack_summary_adds_up(tmp_path: Path) -> None:
     assert packed == sum(layer["bytes_after"] for layer in summary["layers"])
     assert set(summary) == {
         *("source", "destination", "written", "layers", "other_tensors", "copied_files", "left_out_files"),
-        *("notes", "bytes_before", "bytes_after", "seconds"),
+        *("notes", "bytes_before", "bytes_after", "seconds", "files_taken_over"),
     }
 
 
@@ -174,7 +174,10 @@ def test_inspect_of_an_unquantized_model(tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert "unquantized, 0 layers" in done.out
     done = run("pack", model, tmp_path / "out")
-    assert (done.code, done.err) == (2, f"error: {model}: holds no 4-bit layer to pack\n")
+    assert (done.code, done.err) == (
+        2,
+        f"error: {model}: holds no 4-bit layer to pack (`marlin-jit quantize` takes unquantized models)\n",
+    )
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -12,7 +13,7 @@ from cli_runner import run
 from helpers import random_codes, random_scales
 
 from marlin_jit.cli.options import Size
-from marlin_jit.formats import load
+from marlin_jit.formats import load, targets
 
 
 @pytest.fixture
@@ -97,3 +98,52 @@ def test_resuming_one_file_is_refused(source: Path, tmp_path: Path) -> None:
     result = run("pack", source / "model.safetensors", tmp_path / "out.safetensors", "--resume")
     assert result.code == 2
     assert "only a folder can be resumed" in result.err
+
+
+def test_what_was_taken_over_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = targets.to_marlin
+
+    def interrupted(layer: Any, device: bool) -> Any:
+        if layer.name == "blocks.1.down":
+            raise KeyboardInterrupt
+        return real(layer, device)
+
+    command = ("pack", source, tmp_path / "out", "--shard-size", "1", "--resume", "--jobs", "1")
+    monkeypatch.setattr(targets, "to_marlin", interrupted)
+    result = run(*command)
+    assert result.code == 130
+    assert result.err.splitlines()[-2:] == [
+        "finished files are kept: the same command goes on with them",
+        "interrupted",
+    ]
+    kept = len(list(tmp_path.glob(".*/*.safetensors")))
+    assert kept > 0
+    monkeypatch.setattr(targets, "to_marlin", real)
+    result = run(*command)
+    assert result.code == 0
+    assert f"taken over from an interrupted run: {kept} of 4 files" in result.out
+
+
+def test_a_folder_is_not_called_like_a_file(source: Path, tmp_path: Path) -> None:
+    result = run("pack", source, tmp_path / "out.safetensors")
+    assert result.code == 2
+    assert "is the name of a file, but the output is a folder" in result.err
+
+
+def test_existing_output_that_force_would_not_replace_is_not_said_to_be_replaceable(
+    source: Path, tmp_path: Path
+) -> None:
+    assert run("pack", source, tmp_path / "packed").code == 0
+    assert run("unpack", tmp_path / "packed", tmp_path / "dense", "--to", "dense").code == 0
+    assert "--force" in run("pack", source, tmp_path / "packed").err
+    assert "--force" not in run("unpack", tmp_path / "packed", tmp_path / "dense", "--to", "dense").err
+
+
+def test_gguf_tensors_that_grow_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = Path(__file__).parent / "fixtures/gguf/q40_q41_q80_k256/model.gguf"
+    result = run("pack", model, tmp_path / "out")
+    assert result.code == 0
+    # 256 x 64 weights: 34 bytes for 32 of them, and 4 for each.
+    assert "written as float32: 1 tensor (17.4 kB -> 65.5 kB): blk.0.attn_v.weight" in result.out
+    assert "unchanged: 1 other tensor (1.02 kB), 0 other files" in result.out

@@ -370,8 +370,8 @@ def test_models_that_store_weights_the_other_way_round(tmp_path):
 def test_nothing_to_quantize(tmp_path, model):
     save_file({"norm.weight": np.ones(4, np.float16)}, tmp_path / "m.safetensors")
     line = refused(tmp_path, tmp_path / "m.safetensors")
-    assert line.endswith(
-        "m.safetensors: holds no weight to quantize; tensors left as they are: 1 (no matrix)"
+    assert (
+        "m.safetensors: holds no weight to quantize; tensors left as they are: 1 (no matrix) (heads" in line
     )
     line = refused(tmp_path, model, "--include", "*k_proj")
     assert line == f"{model}: no weight that could be quantized is called like '*k_proj'"

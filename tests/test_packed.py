@@ -367,7 +367,7 @@ def test_existing_destination_is_not_touched(tmp_path: Path, rng: np.random.Gene
     (tmp_path / "out" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
     before = hashes(tmp_path)
-    with pytest.raises(CheckpointError, match=r"exists already; .* --force"):
+    with pytest.raises(CheckpointError, match=r"out: exists already; remove it or choose another name$"):
         pack_checkpoint(source, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"exists already; .* --force"):
         pack_checkpoint(source / "model.safetensors", tmp_path / "file")

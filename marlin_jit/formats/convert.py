@@ -192,7 +192,9 @@ def plan_pack(
     if is_packed(checkpoint.files):
         raise CheckpointError(f"{source}: is packed already")
     if not checkpoint.layers:
-        raise CheckpointError(f"{source}: holds no 4-bit layer to pack")
+        raise CheckpointError(
+            f"{source}: holds no 4-bit layer to pack (`marlin-jit quantize` takes unquantized models)"
+        )
     return plan_conversion(
         checkpoint,
         Path(destination),
@@ -217,6 +219,8 @@ def plan_conversion(
     """Check a checkpoint and say what writing it for any target will write."""
     files = checkpoint.files
     folder = files.is_folder or (files.becomes_folder and destination.suffix != ".safetensors")
+    if folder and destination.suffix in (".safetensors", ".gguf"):
+        raise CheckpointError(f"{destination}: is the name of a file, but the output is a folder")
     if shard_size is not None and not folder:
         raise CheckpointError(f"{destination}: is one file, which a shard size would divide; name a folder")
     _check_places(files, destination, folder, force)
@@ -241,8 +245,8 @@ def run_pack(
     jobs: int = 1,
     device: bool = False,
     resumable: bool = False,
-) -> None:
-    """Do what `plan` says.
+) -> int:
+    """Do what `plan` says; return how many files were taken over from an interrupted run.
 
     Parameters
     ----------
@@ -282,8 +286,10 @@ def run_pack(
                     _write_shard(plan, shard, paths[shard], tensors, advance, max(1, jobs), device)
             if plan.folder:
                 _write_companions(plan, temporary)
+            taken = len(done)
     except OSError as error:  # those of the source's files are CheckpointErrors that name the file
         raise CheckpointError(f"{plan.destination}: cannot be written: {error.strerror or error}") from None
+    return taken
 
 
 def _check_space(plan: PackPlan, shards: Iterable[str]) -> None:

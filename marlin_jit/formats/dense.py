@@ -248,7 +248,10 @@ def open_dense(path: str | Path, settings: Settings | None = None) -> DenseCheck
     names = [name.removesuffix(".weight") for name in files if name not in left]
     if not names:
         whys = ", ".join(f"{count} ({why})" for why, count in Counter(left.values()).items())
-        raise CheckpointError(f"{path}: holds no weight to quantize; tensors left as they are: {whys}")
+        raise CheckpointError(
+            f"{path}: holds no weight to quantize; tensors left as they are: {whys} (heads, embeddings, "
+            "norms and routers are quantized if --include gives the name in full)"
+        )
     layers: dict[str, SourceLayer] = {name: DenseLayer(files, name, settings, calibration) for name in names}
     unused = () if calibration is None else calibration.unused(names)
     return DenseCheckpoint(files, None, layers, tuple(left), left, unused)

@@ -124,7 +124,7 @@ def gguf_package() -> Any:
         return importlib.import_module("gguf")
     except ImportError:
         raise CheckpointError(
-            "reading GGUF files needs the gguf package; install it with `pip install 'marlin-jit[gguf]'`"
+            'reading GGUF files needs the gguf package; in the folder of marlin-jit run pip install ".[gguf]"'
         ) from None
 
 

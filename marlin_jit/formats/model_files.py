@@ -197,7 +197,10 @@ class ModelFiles:
             raise CheckpointError(
                 f"{self.path}: {len(weights)} safetensors files and no index; name one of them instead"
             )
-        raise CheckpointError(f"{self.path}: no *.safetensors file in this folder")
+        pickles = (
+            " (.bin and .pt files are not read)" if any(n.endswith((".bin", ".pt")) for n in names) else ""
+        )
+        raise CheckpointError(f"{self.path}: no *.safetensors file in this folder{pickles}")
 
     def _read_index(self, index: str, weights: list[str]) -> tuple[list[str], dict[str, str]]:
         path = self.confined(index)

@@ -261,7 +261,7 @@ class PackedModel(Mapping[str, MarlinWeight]):
 
     def __repr__(self) -> str:
         return (
-            f"<PackedModel {str(self.files.path)!r}: {len(self)} layers, {len(self.tensors)} other tensors>"
+            f"<PackedModel {str(self.files.path)!r}: layers: {len(self)}, other tensors: {len(self.tensors)}>"
         )
 
 

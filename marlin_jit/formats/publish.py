@@ -38,11 +38,17 @@ def check_destination(
         raise CheckpointError(f"{destination}: the folder {parent} is not writable")
     if _status(destination) is None:
         return
-    if not force:
-        raise CheckpointError(
-            f"{destination}: exists already; remove it, choose another name, or replace it with --force"
-        )
-    _check_replaceable(destination, destination, folder, may_replace)
+    if force:
+        _check_replaceable(destination, destination, folder, may_replace)
+        return
+    try:
+        _check_replaceable(destination, destination, folder, may_replace)
+    except CheckpointError:
+        raise CheckpointError(f"{destination}: exists already; remove it or choose another name") from None
+    raise CheckpointError(
+        f"{destination}: exists already; remove it, choose another name, or replace it with --force (in "
+        "Python force=True)"
+    )
 
 
 @contextmanager

@@ -249,6 +249,8 @@ class SafetensorsFile:
             )
         if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
             raise CheckpointError(f"{self.path}: is a web page, not a safetensors file; download it again")
+        if start.lstrip().startswith(b"{"):
+            raise CheckpointError(f"{self.path}: is a JSON file, not a safetensors file")
         if start.startswith(b"GGUF"):
             raise CheckpointError(f"{self.path}: is a GGUF file inside a safetensors model")
 
