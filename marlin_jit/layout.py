@@ -16,6 +16,7 @@ from __future__ import annotations
 from math import lcm
 
 import numpy as np
+from numpy.typing import NDArray
 
 from marlin_jit._array import Array
 
@@ -73,6 +74,41 @@ def word_order(pairs: Array) -> Array:
     rows, _, columns = pairs.shape
     t_b0_c_j_b_g = pairs.reshape(rows, 4, 2, columns // CHUNK_N, 4, 2, 8)
     return t_b0_c_j_b_g.transpose(0, 3, 6, 1, 4, 2, 5)
+
+
+def copy_in_word_order(B: NDArray[np.int32], pairs: NDArray[np.uint8]) -> None:
+    """Do ``word_bytes(B)[...] = word_order(pairs)`` on the host, in a quarter of the time.
+
+    NumPy copies bytes that are neither neighbours here nor there one by one. But of the axes (b0, b, g) of
+    nibble pairs g comes last, eight bytes at a time, and becomes the first of the axes (g, b0, b) of words:
+    four numbers of 64 bits, one for each (b0, b), become eight of 32 bits by exchanging bytes, then pairs of
+    bytes.
+    """
+    rows, _, columns = pairs.shape
+    octets = pairs.view(np.uint64).reshape(rows, 4, 2, columns // CHUNK_N, 4, 2)  # [T, t, b0, c, j, b] of g
+    words = B.view(np.uint32).reshape(rows, columns // CHUNK_N, 8, 4, 4)  # [T, c, g, t, j]
+    even_0, odd_0 = _interleaved(octets[:, :, 0, ..., 0], octets[:, :, 0, ..., 1], 8)
+    even_1, odd_1 = _interleaved(octets[:, :, 1, ..., 0], octets[:, :, 1, ..., 1], 8)
+    for first, (low, high) in ((0, _interleaved(even_0, even_1, 16)), (1, _interleaved(odd_0, odd_1, 16))):
+        for g, both in ((first, low), (first + 2, high)):
+            halves = both.view(np.uint32).reshape(rows, 4, columns // CHUNK_N, 4, 2)
+            words[:, :, g] = halves[..., 0].transpose(0, 2, 1, 3)
+            words[:, :, g + 4] = halves[..., 1].transpose(0, 2, 1, 3)
+
+
+def _interleaved(
+    a: NDArray[np.uint64], b: NDArray[np.uint64], bits: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return a's and b's even pieces of `bits` in turn, a's first (lowest), and their odd ones."""
+    shift = np.uint64(bits)
+    even = np.uint64(0x00FF00FF00FF00FF if bits == 8 else 0x0000FFFF0000FFFF)
+    low, of_b = a & even, b & even
+    of_b <<= shift
+    low |= of_b
+    high = a >> shift
+    high &= even
+    high |= b & ~even
+    return low, high
 
 
 def permute_scales(scales: Array) -> Array:

@@ -30,6 +30,7 @@ from marlin_jit.errors import DTypeError, ShapeError
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 _PAD_PAIR = 0x88  # two codes 8, which stand for weight 0
+_HOST_PAIRS = 1 << 18  # bytes of joined codes at a time
 
 
 def pack(weight: QuantWeight) -> MarlinWeight:
@@ -58,7 +59,7 @@ def pack(weight: QuantWeight) -> MarlinWeight:
 
     Notes
     -----
-    Works on ranges of columns: temporary arrays are at most as large as the codes.
+    Works on a part at a time: temporary arrays are at most as large as the codes.
     """
     if not isinstance(weight, QuantWeight):
         raise DTypeError(f"expected a QuantWeight, got {type(weight).__name__}")
@@ -74,19 +75,37 @@ def pack(weight: QuantWeight) -> MarlinWeight:
     with on_device(weight.q):
         perm = _sorting_permutation(weight)
         B = xp.empty((Kp // layout.TILE_K, 2 * Np), dtype=np.int32)
-        words = layout.word_bytes(B)
-        for start, stop in column_chunks(Kp, Np, is_device_array(B), scratch=2):
-            codes = weight.q[:, start : min(stop, N)]
-            if perm is not None:
-                codes = codes[perm]
-            pairs = _pair_codes(xp, codes, Kp, stop - start)
-            words[:, start // layout.CHUNK_N : stop // layout.CHUNK_N] = layout.word_order(pairs)
+        (_fill_on_device if is_device_array(B) else _fill_on_host)(B, weight.q, perm)
         groups = layout.group_count(Kp, size)
         scales = layout.permute_scales(_padded(xp, weight.scale, groups, Np))
         delta = None
         if weight.delta is not None:
             delta = layout.permute_scales(_padded(xp, weight.delta, groups, Np))
     return MarlinWeight(B, scales, delta, (K, N), size, perm)
+
+
+def _fill_on_device(B: Array, q: Array, perm: Array | None) -> None:
+    """Write codes, their rows in the order `perm`, to B: some columns at a time, each in one strided copy."""
+    xp = namespace(B)
+    Kp, Np = B.shape[0] * layout.TILE_K, B.shape[1] // 2
+    words = layout.word_bytes(B)
+    for start, stop in column_chunks(Kp, Np, True, scratch=2):
+        codes = q[:, start : min(stop, q.shape[1])]
+        if perm is not None:
+            codes = codes[perm]
+        pairs = _pair_codes(xp, codes, Kp, stop - start)
+        words[:, start // layout.CHUNK_N : stop // layout.CHUNK_N] = layout.word_order(pairs)
+
+
+def _fill_on_host(B: Array, q: Array, perm: Array | None) -> None:
+    """Do the same a range of rows at a time, which lie together in memory and stay near the core."""
+    tiles, Np = B.shape[0], B.shape[1] // 2
+    step = max(1, _HOST_PAIRS // (8 * Np))
+    for start in range(0, tiles, step):
+        stop = min(start + step, tiles)
+        rows = slice(start * layout.TILE_K, stop * layout.TILE_K)
+        codes = q[rows] if perm is None else q[perm[rows]]
+        layout.copy_in_word_order(B[start:stop], _pair_codes(np, codes, (stop - start) * layout.TILE_K, Np))
 
 
 def unpack(weight: MarlinWeight) -> QuantWeight:

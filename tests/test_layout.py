@@ -70,6 +70,17 @@ def test_word_order_is_the_same_rule_as_the_position(rng):
     assert np.array_equal((B.view(np.uint32)[row, word] >> shift) & 255, pairs[tile, i, n])
 
 
+@pytest.mark.parametrize("shape", [(1, 8, 64), (3, 8, 192), (5, 8, 1024)])
+def test_the_quick_copy_is_the_plain_one(shape, rng):
+    pairs = rng.integers(0, 256, shape, dtype=np.uint8)
+    tiles, _, columns = shape
+    plain = np.empty((tiles, 2 * columns), np.int32)
+    layout.word_bytes(plain)[...] = layout.word_order(pairs)
+    quick = np.full((tiles, 2 * columns), -1, np.int32)
+    layout.copy_in_word_order(quick, pairs)
+    assert np.array_equal(quick, plain)
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_scales_of_several_groups(groups):
     scales = np.arange(groups * 128).reshape(groups, 128)

@@ -63,6 +63,7 @@ __all__ = ["GPTQConfig", "GPTQLayer"]
 
 _NIBBLES = 4 * np.arange(8, dtype=np.uint32)
 _ONE_EACH = np.uint32(0x11111111)
+_UNPACKED_WORDS = 1 << 17  # at a time: they stay near the core
 _VERSIONS = {"v1": 1, "v2": 2}
 # How much of a layer is looked at for zero points of the wrong version; the first limits what is read.
 _SAMPLE_WORDS = 1 << 18
@@ -322,13 +323,15 @@ class GPTQLayer(SourceLayer):
 def unpack_rows(qweight: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Return the codes, uint8 [K, N], of qweight, int32 [K/8, N]."""
     words, N = qweight.shape
-    pairs = (
-        np.ascontiguousarray(qweight).view(np.uint8).reshape(words, N, 4)
-    )  # byte b holds rows 2b (low nibble), 2b + 1
     q = np.empty((words, 4, 2, N), np.uint8)
-    for b in range(4):
-        np.bitwise_and(pairs[:, :, b], 15, out=q[:, b, 0])
-        np.right_shift(pairs[:, :, b], 4, out=q[:, b, 1])
+    step = max(1, _UNPACKED_WORDS // N)
+    for start in range(0, words, step):
+        rows = slice(start, start + step)
+        for b in range(4):
+            # Byte b of a word holds rows 2b (low nibble) and 2b + 1. Narrowing is what NumPy does fastest.
+            pair = (qweight[rows].view(np.uint32) >> np.uint32(8 * b)).astype(np.uint8)
+            np.bitwise_and(pair, 15, out=q[rows, b, 0])
+            np.right_shift(pair, 4, out=q[rows, b, 1])
     return q.reshape(8 * words, N)
 
 
