@@ -17,7 +17,7 @@
 #include "numeric.cuh"
 
 constexpr int WARPS = 4;
-constexpr int MIN_BLOCKS = GROUP_WARPS > 1 ? 5 : __CUDA_ARCH__ == 800 ? 6 : 7;  // an SM; sm_80 would spill at 7
+constexpr int MIN_BLOCKS = GROUP_WARPS > 1 || __CUDA_ARCH__ == 800 ? 5 : 7;  // an SM; sm_80 would spill at 7
 constexpr int ROWS = 16, COLUMNS = 64;  // of a warp
 constexpr int FRAGMENTS = COLUMNS / 8;
 constexpr int ROW_WARPS = WARPS / GROUP_WARPS;
