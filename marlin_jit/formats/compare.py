@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit.errors import CheckpointError, MarlinJitError
 from marlin_jit.formats.detect import Checkpoint, open_checkpoint
-from marlin_jit.formats.layer import ReadOptions, SourceLayer
+from marlin_jit.formats.layer import ReadOptions, SourceLayer, naming
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.pack import dequantize
 
@@ -189,13 +188,9 @@ def _dequantized_alike(
 
 
 def _dequantized(layer: SourceLayer, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    try:
+    with naming(layer.label):
         weight: NDArray[Any] = dequantize(layer.read(), dtype)
-        return weight
-    except CheckpointError:
-        raise
-    except MarlinJitError as error:
-        raise CheckpointError(f"{layer.files.path}: layer {layer.name}: {error}") from None
+    return weight
 
 
 def _same_bytes(first: ModelFiles, second: ModelFiles, name: str) -> bool:

@@ -136,9 +136,7 @@ class CompressedTensorsLayer(SourceLayer):
         """Return the group of each row, None where rows are in order of groups."""
         if f"{self.name}.weight_g_idx" not in self.files:
             if self.settings.reordered:
-                raise CheckpointError(
-                    f"{self.files.path}: layer {self.name} has no weight_g_idx, but actorder is 'group'"
-                )
+                raise CheckpointError(f"{self.label} has no weight_g_idx, but actorder is 'group'")
             return None
         tensor = self._require_vector("weight_g_idx", ("I32",), K)
         g_idx: NDArray[np.int32] = self.files.read(tensor)
@@ -160,7 +158,7 @@ class CompressedTensorsLayer(SourceLayer):
         """Return the full name of the layer's tensor `suffix`, a vector of one of the dtypes."""
         tensor = f"{self.name}.{suffix}"
         if tensor not in self.files:
-            raise CheckpointError(f"{self.files.path}: layer {self.name} has no {suffix}")
+            raise CheckpointError(f"{self.label} has no {suffix}")
         info = self.files.info(tensor)
         if info.dtype not in dtypes or info.shape != (length,):
             raise CheckpointError(

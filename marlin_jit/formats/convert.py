@@ -335,8 +335,7 @@ def chosen_layers(checkpoint: Checkpoint, include: Sequence[str], exclude: Seque
 
 def _plan_layer(layer: SourceLayer, target: Target) -> LayerPlan:
     outline = layer.outline()
-    where = f"{layer.files.path}: layer {layer.name}"
-    group_size, tensors = target.tensors(layer.name, layer.format, outline, where)
+    group_size, tensors = target.tensors(layer.name, layer.format, outline, layer.label)
     return LayerPlan(layer, outline, target, group_size, tensors)
 
 

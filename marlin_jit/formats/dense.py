@@ -33,10 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit._array import BFLOAT16
-from marlin_jit.errors import CheckpointError, MarlinJitError
+from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.calibration import Calibration
 from marlin_jit.formats.detect import Checkpoint, find_config
-from marlin_jit.formats.layer import Outline, Parameters, SourceLayer
+from marlin_jit.formats.layer import Outline, Parameters, SourceLayer, naming
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.packed import is_packed
 from marlin_jit.formats.safetensors_io import TensorInfo, shown
@@ -206,10 +206,10 @@ class DenseLayer(SourceLayer):
         dense = self.files.read(tensor)
         _check_finite(where, dense)
         dtype = BFLOAT16 if outline.dtype == "bfloat16" else np.dtype(outline.dtype)
-        try:
-            if self.calibration is None or inputs is None:
+        if self.calibration is None or inputs is None:
+            with naming(where):
                 return quantize(dense.T, settings.group_size, settings.symmetric, dtype)
-            where += f", calibrated by {self.calibration.where(inputs)}"
+        with naming(f"{where}, calibrated by {self.calibration.where(inputs)}"):
             return gptq(
                 dense.T,
                 self.calibration.hessian(inputs),
@@ -219,10 +219,6 @@ class DenseLayer(SourceLayer):
                 settings.damp,
                 settings.act_order,
             )
-        except CheckpointError:
-            raise
-        except MarlinJitError as error:
-            raise CheckpointError(f"{where}: {error}") from None
 
 
 def open_dense(path: str | Path, settings: Settings | None = None) -> DenseCheckpoint:

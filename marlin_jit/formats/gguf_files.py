@@ -41,7 +41,7 @@ from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.gguf_blocks import BLOCK_FORMATS, GROUP_SIZE, BlockFormat
 from marlin_jit.formats.gguf_container import MAGIC, GGUFTensor, gguf_package, read_header
 from marlin_jit.formats.layer import CheckpointWarning, Outline, Parameters, ReadOptions, SourceLayer
-from marlin_jit.formats.model_files import ModelFiles
+from marlin_jit.formats.model_files import ModelFiles, confined
 from marlin_jit.formats.safetensors_io import COPY_CHUNK, TensorInfo, array_info
 from marlin_jit.weight import QuantWeight
 
@@ -188,7 +188,7 @@ class GGUFFiles(ModelFiles):
         self.path, self.folder, self.is_folder = path, path.parent, False
         self.index_name, self.index_metadata = None, {}
         self.file = GGUFFile(path)
-        self.shards = {path.name: self.file}  # type: ignore[dict-item]
+        self.shards = {path.name: self.file}
         self._where = dict.fromkeys(self.file.tensors, path.name)
         self.documents = {"gguf.json": self.file.header.values}
 
@@ -318,14 +318,7 @@ def find(path: Path) -> Path | None:
         if all(_SPLIT.search(name) for name in found):
             raise CheckpointError(f"{what} of a split model; join them with `llama-gguf-split --merge`")
         raise CheckpointError(f"{what}; name the one that is meant")
-    return _Folder(path).confined(found[0])
-
-
-class _Folder(ModelFiles):
-    """A folder of which only the rule about links out of it is wanted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    return confined(path, found[0])
 
 
 def _starts_like_one(path: Path) -> bool:

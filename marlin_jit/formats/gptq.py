@@ -300,9 +300,7 @@ class GPTQLayer(SourceLayer):
         tensor = f"{self.name}.g_idx"
         if tensor not in self.files:
             if self.config.desc_act:
-                raise CheckpointError(
-                    f"{self.files.path}: layer {self.name} has no g_idx, but desc_act is true"
-                )
+                raise CheckpointError(f"{self.label} has no g_idx, but desc_act is true")
             return None
         info = self.files.info(tensor)
         if info.dtype != "I32" or info.shape != (K,):

@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit._array import BFLOAT16
-from marlin_jit.errors import CheckpointError, MarlinJitError
+from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.detect import Checkpoint
-from marlin_jit.formats.layer import Outline, SourceLayer
+from marlin_jit.formats.layer import Outline, SourceLayer, naming
 from marlin_jit.formats.packed import PackedLayer
 from marlin_jit.formats.safetensors_io import TensorInfo, array_info
 from marlin_jit.formats.targets import Target
@@ -89,14 +89,13 @@ class GPTQTarget(Target):
         }
 
     def arrays(self, layer: SourceLayer, device: bool) -> dict[str, NDArray[Any]]:
-        where = f"{layer.files.path}: layer {layer.name}"
-        weight = _plain(layer, where, device)
+        weight = _plain(layer, device)
         g_idx = weight.g_idx
         if g_idx is None:
             g_idx = np.arange(weight.K, dtype=np.int32) // np.int32(weight.K // weight.groups)
         return {
             f"{layer.name}.qweight": pack_rows(weight.q),
-            f"{layer.name}.qzeros": pack_columns(_zero_points(weight, where)),
+            f"{layer.name}.qzeros": pack_columns(_zero_points(weight, layer.label)),
             f"{layer.name}.scales": weight.scale,
             f"{layer.name}.g_idx": g_idx,
         }
@@ -179,17 +178,13 @@ def integer_zero_points(
 # ---- layers -----------------------------------------------------------------------------------------------
 
 
-def _plain(layer: SourceLayer, where: str, device: bool = False) -> QuantWeight:
+def _plain(layer: SourceLayer, device: bool = False) -> QuantWeight:
     """Read a layer as plain codes on the host; unpack it on the current GPU if `device`."""
-    try:
+    with naming(layer.label):
         weight = layer.read()
         if isinstance(weight, MarlinWeight):
             weight = unpack(weight.to_device() if device else weight)
         return weight.to_host()
-    except CheckpointError:
-        raise
-    except MarlinJitError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _zero_points(weight: QuantWeight, where: str) -> NDArray[np.uint8]:
@@ -215,7 +210,7 @@ def _check_zeros(layer: SourceLayer, where: str) -> None:
     if zero_point is not None:
         _refuse(zero_point > 15, where)
     else:
-        _zero_points(_plain(layer, where), where)
+        _zero_points(_plain(layer), where)
 
 
 def _refuse(bad: NDArray[np.bool_], where: str) -> None:

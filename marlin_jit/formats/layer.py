@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,15 +18,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit._array import BFLOAT16
-from marlin_jit.errors import CheckpointError
+from marlin_jit.errors import CheckpointError, MarlinJitError
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
-__all__ = ["CheckpointWarning", "Outline", "Parameters", "ReadOptions", "SourceLayer", "check_finite"]
+__all__ = [
+    "CheckpointWarning",
+    "Outline",
+    "Parameters",
+    "ReadOptions",
+    "SourceLayer",
+    "check_finite",
+    "naming",
+]
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint that can be read, but says something that deserves a look."""
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Make what the package says of a weight an error that says where the weight lies."""
+    try:
+        yield
+    except CheckpointError:  # knows already
+        raise
+    except MarlinJitError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -191,6 +212,11 @@ class SourceLayer(ABC):
         return repr(self.options)
 
     @property
+    def label(self) -> str:
+        """What messages call the layer as a whole: ``path: layer NAME``."""
+        return f"{self.files.path}: layer {self.name}"
+
+    @property
     def nbytes(self) -> int:
         return sum(self.files.info(name).nbytes for name in self.tensors)
 
@@ -217,7 +243,7 @@ class SourceLayer(ABC):
         """Return the full name of the layer's tensor `suffix`, a matrix of one of the dtypes."""
         tensor = f"{self.name}.{suffix}"
         if tensor not in self.files:
-            raise CheckpointError(f"{self.files.path}: layer {self.name} has no {suffix}")
+            raise CheckpointError(f"{self.label} has no {suffix}")
         info = self.files.info(tensor)
         if info.dtype not in dtypes:
             raise CheckpointError(
@@ -234,9 +260,7 @@ class SourceLayer(ABC):
         if group_size == -1:
             return 1
         if K % group_size:
-            raise CheckpointError(
-                f"{self.files.path}: layer {self.name}: group size {group_size} does not divide K = {K}"
-            )
+            raise CheckpointError(f"{self.label}: group size {group_size} does not divide K = {K}")
         return K // group_size
 
     def expect_shape(self, tensor: str, shape: tuple[int, int], why: str) -> None:

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit.errors import CheckpointError, MarlinJitError
+from marlin_jit.errors import CheckpointError
 from marlin_jit.formats.awq import unpack_columns
-from marlin_jit.formats.layer import Parameters, SourceLayer
+from marlin_jit.formats.layer import Parameters, SourceLayer, naming
 from marlin_jit.layout import GROUP_SIZES, padded_shape, permute_scales, swap_columns
 from marlin_jit.weight import MarlinWeight
 
@@ -100,7 +100,7 @@ class MarlinLayer(SourceLayer):
         delta = None
         if found.zero_point is not None:
             delta = (np.float32(8) - found.zero_point) * found.scale.astype(np.float32)
-        try:
+        with naming(self.label):
             return MarlinWeight(
                 self.files.read(f"{self.name}.{self.suffixes[0]}"),
                 found.scale,
@@ -109,10 +109,6 @@ class MarlinLayer(SourceLayer):
                 group_size=found.group_size,
                 perm=self._perm(found.K, len(found.scale)),
             )
-        except CheckpointError:
-            raise
-        except MarlinJitError as error:
-            raise CheckpointError(f"{self.files.path}: layer {self.name}: {error}") from None
 
     def _has(self, suffix: str) -> bool:
         """Whether the file has one of vLLM's tensors; at run time vLLM holds an empty one for none."""
@@ -155,10 +151,7 @@ class MarlinLayer(SourceLayer):
     def _vector(self, suffix: str, length: int) -> NDArray[np.int32]:
         tensor = f"{self.name}.{suffix}"
         if not self._has(suffix):
-            raise CheckpointError(
-                f"{self.files.path}: layer {self.name} has no {suffix}; sort_indices and g_idx_sorted go "
-                "together"
-            )
+            raise CheckpointError(f"{self.label} has no {suffix}; sort_indices and g_idx_sorted go together")
         info = self.files.info(tensor)
         if info.dtype != "I32" or info.shape != (length,):
             raise CheckpointError(

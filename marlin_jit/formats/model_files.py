@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -24,12 +24,26 @@ from marlin_jit.formats.safetensors_io import (
     shown,
 )
 
-__all__ = ["ModelFiles"]
+__all__ = ["ModelFiles", "WeightFile", "confined"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 # That of most file systems (some count bytes, so that fewer characters fit).
 MAX_FILE_NAME = 255
 _SHARD_NAME = re.compile(r"-\d+-of-\d+\.safetensors$")
+
+
+class WeightFile(Protocol):
+    """A file of tensors, of any container: a `SafetensorsFile`, or what looks like one."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return a tensor."""
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield its bytes in pieces."""
 
 
 class ModelFiles:
@@ -46,7 +60,7 @@ class ModelFiles:
         Where the files lie that go with the weights (config.json, ...).
     is_folder : bool
         Whether `path` is a folder.
-    shards : dict of str to SafetensorsFile
+    shards : dict of str to WeightFile
         By file name, in order of name.
     index_name : str or None
         File name of the index, if there is one.
@@ -86,7 +100,7 @@ class ModelFiles:
                 raise CheckpointError(f"{path}: is an index; give the folder that it lies in")
             names = [path.name]
         # The user's own argument may be a link to anywhere; a name found in a folder may not.
-        self.shards = {
+        self.shards: dict[str, WeightFile] = {
             name: SafetensorsFile(self.confined(name) if self.is_folder else path) for name in sorted(names)
         }
         self._where: dict[str, str] = {}
@@ -130,38 +144,10 @@ class ModelFiles:
         return sum(info.nbytes for file in self.shards.values() for info in file.tensors.values())
 
     def confined(self, name: str) -> Path:
-        """Return the path of file `name` in the folder, refusing names and links that lead out of it.
+        """Return the path of file `name` in the folder: see `confined`."""
+        return confined(self.folder, name)
 
-        The one exception is the download cache of the hub, whose snapshots are links into the ``blobs``
-        folder beside them.
-        """
-        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CheckpointError(f"{self.folder}: file name {shown(name)} leads out of the folder")
-        if len(name) > MAX_FILE_NAME:
-            raise CheckpointError(
-                f"{self.folder}: file name {shown(name)} is over the limit of {MAX_FILE_NAME} characters"
-            )
-        path = self.folder / name
-        try:
-            linked = path.is_symlink()
-        except OSError as error:  # a name or path with too many bytes
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-        if linked:
-            home = self.folder.resolve()
-            allowed = [home]
-            if home.parent.name == "snapshots":
-                allowed.append(home.parent.parent / "blobs")
-            try:
-                target = path.resolve()
-            except (OSError, RuntimeError):
-                raise CheckpointError(f"{path}: a symbolic link that leads nowhere") from None
-            if not any(target.is_relative_to(place) for place in allowed):
-                raise CheckpointError(
-                    f"{path}: a symbolic link out of the folder, to {target}; copy the file there instead"
-                )
-        return path
-
-    def _refuse_duplicates(self, shard: str, file: SafetensorsFile) -> None:
+    def _refuse_duplicates(self, shard: str, file: WeightFile) -> None:
         for name in file.tensors:
             if name in self._where:
                 raise CheckpointError(
@@ -226,3 +212,36 @@ class ModelFiles:
             )
         self.index_name, self.index_metadata = index, metadata
         return shards, weight_map
+
+
+def confined(folder: Path, name: str) -> Path:
+    """Return the path of file `name` in a folder, refusing names and links that lead out of it.
+
+    The one exception is the download cache of the hub, whose snapshots are links into the ``blobs``
+    folder beside them.
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder}: file name {shown(name)} leads out of the folder")
+    if len(name) > MAX_FILE_NAME:
+        raise CheckpointError(
+            f"{folder}: file name {shown(name)} is over the limit of {MAX_FILE_NAME} characters"
+        )
+    path = folder / name
+    try:
+        linked = path.is_symlink()
+    except OSError as error:  # a name or path with too many bytes
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if linked:
+        home = folder.resolve()
+        allowed = [home]
+        if home.parent.name == "snapshots":
+            allowed.append(home.parent.parent / "blobs")
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError):
+            raise CheckpointError(f"{path}: a symbolic link that leads nowhere") from None
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{path}: a symbolic link out of the folder, to {target}; copy the file there instead"
+            )
+    return path

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit._array import BFLOAT16, is_device_array, namespace, to_host
-from marlin_jit.errors import CheckpointError, DTypeError, MarlinJitError
-from marlin_jit.formats.layer import Parameters, SourceLayer
+from marlin_jit.errors import CheckpointError, DTypeError
+from marlin_jit.formats.layer import Parameters, SourceLayer, naming
 from marlin_jit.formats.model_files import ModelFiles
 from marlin_jit.formats.publish import published
 from marlin_jit.formats.safetensors_io import SafetensorsWriter, TensorInfo, array_info, shortened, shown
@@ -198,7 +198,7 @@ class PackedLayer(SourceLayer):
 
     def read(self) -> MarlinWeight:
         found = self.checked_parameters()
-        try:
+        with naming(self.label):
             return MarlinWeight(
                 self.files.read(f"{self.name}.B"),
                 found.scale,
@@ -207,10 +207,6 @@ class PackedLayer(SourceLayer):
                 group_size=self.entry.group_size,
                 perm=found.g_idx,
             )
-        except CheckpointError:
-            raise
-        except MarlinJitError as error:
-            raise CheckpointError(f"{self.files.path}: layer {self.name}: {error}") from None
 
     def _uneven_groups(self, g_idx: NDArray[np.int32], K: int, group_size: int) -> str:
         """Return nothing: packed groups are full. Raise unless `g_idx`, here the order of rows, is one."""

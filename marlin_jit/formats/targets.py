@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit._array import BFLOAT16, to_host
-from marlin_jit.errors import CheckpointError, MarlinJitError
-from marlin_jit.formats.layer import Outline, SourceLayer
+from marlin_jit.errors import CheckpointError
+from marlin_jit.formats.layer import Outline, SourceLayer, naming
 from marlin_jit.formats.packed import (
     FORMAT,
     FORMAT_VERSION,
@@ -150,15 +150,13 @@ class DenseTarget(Target):
         return outline.group_size, {f"{name}.weight": info}
 
     def arrays(self, layer: SourceLayer, device: bool) -> dict[str, NDArray[Any]]:
-        weight = _read(layer, device)
-        dense = dequantize(weight, self.dtype or weight.dtype)
+        with naming(layer.label):
+            weight = _read(layer, device)
+            dense = dequantize(weight, self.dtype or weight.dtype)
         host: NDArray[Any] = np.ascontiguousarray(to_host(dense).T)
         beyond = int(np.count_nonzero(~np.isfinite(host)))
         if beyond:
-            raise CheckpointError(
-                f"{layer.files.path}: layer {layer.name}: {beyond} weights are beyond the range of "
-                f"{host.dtype}"
-            )
+            raise CheckpointError(f"{layer.label}: {beyond} weights are beyond the range of {host.dtype}")
         return {f"{layer.name}.weight": host}
 
     def metadata(self, layers: Mapping[str, LayerPlan]) -> dict[str, str]:
@@ -173,13 +171,9 @@ class DenseTarget(Target):
 
 def to_marlin(layer: SourceLayer, device: bool = False) -> MarlinWeight:
     """Read a layer of any format as a packed weight; pack it on the current GPU if `device`."""
-    try:
+    with naming(layer.label):
         weight = _read(layer, device)
         return weight if isinstance(weight, MarlinWeight) else pack(_split_groups(weight))
-    except CheckpointError:
-        raise
-    except MarlinJitError as error:
-        raise CheckpointError(f"{layer.files.path}: layer {layer.name}: {error}") from None
 
 
 def packed_group_size(K: int, group_size: int) -> int | None:
