@@ -424,15 +424,24 @@ class MarlinWeight:
         object.__setattr__(self, "fp16_cache", None)
 
 
-def _points16(xp: Any, scales: Array, delta: Array) -> Array | None:
-    """`MarlinWeight.points16` of a weight whose arrays may still hold what is not finite."""
+def zero_points_below_8(scales: Array, delta: Array) -> tuple[Array, Array]:
+    """Return ``8 - z`` of integer zero points z, and where ``delta = (8 - z)*scale`` holds exactly.
+
+    Scales and float32 deltas have any one shape and may hold what is not finite. Where a scale is 0 that
+    holds for a delta of 0, with z = 8. The caller judges the range of z.
+    """
+    xp = namespace(scales)
     with np.errstate(all="ignore"):
         scale = scales.astype(np.float32)
         from_8 = delta / xp.where(scale == 0, np.float32(1), scale)
         from_8 = xp.rint(from_8, out=from_8)
-        # Exact: the product of an 11-bit scale and 8 - z has no rounding.
-        integer = (scale * from_8 == delta) & (xp.abs(from_8) <= 8)
-    if not bool(integer.all()):
+        return from_8, scale * from_8 == delta  # exact: an 11-bit scale times 5 bits has no rounding
+
+
+def _points16(xp: Any, scales: Array, delta: Array) -> Array | None:
+    """`MarlinWeight.points16` of a weight whose arrays may still hold what is not finite."""
+    from_8, holds = zero_points_below_8(scales, delta)
+    if not bool((holds & (xp.abs(from_8) <= 8)).all()):
         return None
     code_0 = 1024 if scales.dtype == FLOAT16 else 128  # the last place of either is 1
     points: Array = (from_8 - (code_0 + 8)).astype(scales.dtype)

@@ -17,7 +17,7 @@ from helpers import random_codes, random_scales
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from marlin_jit.errors import CheckpointError
+from marlin_jit.errors import CheckpointError, ValueRangeError
 from marlin_jit.formats import (
     ReadOptions,
     compare,
@@ -566,3 +566,19 @@ def test_a_full_disk_is_found_before_the_work(
 def test_progress_is_optional(tmp_path: Path, rng: np.random.Generator) -> None:
     run_pack(plan_pack(model(tmp_path / "m", rng), tmp_path / "out"), no_bytes)
     assert set(load(tmp_path / "out")) == set(NAMES)
+
+
+@pytest.mark.parametrize("target", [targets.PackedTarget(), targets.DenseTarget(None)])
+def test_what_is_wrong_with_a_weight_says_where_it_lies(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, target: targets.Target
+) -> None:
+    source = model(tmp_path / "m", rng, files=1)
+    layer = open_checkpoint(source).layers[NAMES[0]]
+
+    def read(self: Any) -> Any:
+        raise ValueRangeError("q: 1 of 9 values outside 0..15")
+
+    monkeypatch.setattr(type(layer), "read", read)
+    with pytest.raises(CheckpointError) as caught:
+        target.arrays(layer, False)
+    assert str(caught.value) == f"{source}: layer {NAMES[0]}: q: 1 of 9 values outside 0..15"

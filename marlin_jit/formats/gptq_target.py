@@ -42,7 +42,7 @@ from marlin_jit.formats.safetensors_io import TensorInfo, array_info
 from marlin_jit.formats.targets import Target
 from marlin_jit.layout import group_count, permute_scales
 from marlin_jit.pack import unpack
-from marlin_jit.weight import MarlinWeight, QuantWeight
+from marlin_jit.weight import MarlinWeight, QuantWeight, zero_points_below_8
 
 if TYPE_CHECKING:
     from marlin_jit.formats.convert import LayerPlan
@@ -166,13 +166,10 @@ def integer_zero_points(
     scale : float16 or bfloat16
     delta : float32, of the same shape
     """
-    step = scale.astype(np.float32)
-    with np.errstate(all="ignore"):  # what is not finite is no zero point
-        distance = np.rint(delta / np.where(step == 0, np.float32(1), step))
-        # Both sides are exact: a scale has at most 11 bits, a distance 4.
-        bad = ~((distance * step == delta) & (distance >= -7) & (distance <= 8))
-    distance[bad | (step == 0)] = 0
-    return (np.float32(8) - distance).astype(np.uint8), bad
+    from_8, holds = zero_points_below_8(scale, delta)
+    bad = ~(holds & (from_8 >= -7) & (from_8 <= 8))
+    from_8[bad] = 0
+    return (np.float32(8) - from_8).astype(np.uint8), bad
 
 
 # ---- layers -----------------------------------------------------------------------------------------------
