@@ -1,4 +1,4 @@
-"""What zero points and the correction pair cost: differences smaller than a run drifts, so timed in turn.
+"""What zero points, activation order and the correction pair cost: less than a run drifts, so timed in turn.
 
 python -m benchmarks.alternate [-o OUT.json] [--shape 4096x28672] [--m 64] [--passes 7]
 
@@ -9,6 +9,7 @@ within a pass.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -17,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from benchmarks.run import environment, parse_shape
 from benchmarks.shapes import MS, SHAPES
-from marlin_jit.bench import DTYPES, TOLERANCE, VARIANTS, Problem, call, read_nvidia_smi
+from marlin_jit import MarlinWeight
+from marlin_jit._array import namespace
+from marlin_jit.bench import DTYPES, TOLERANCE, VARIANTS, Problem, Variant, call, read_nvidia_smi
 from marlin_jit.device import unavailable_reason
 from marlin_jit.timing import CupyTimer, Timer, time_launches
 
 SCHEMA = "marlin-jit-alternation/1"
 BASE = "symmetric"
+ORDERED = "ordered"  # the same weight with a random activation order
 PAIR_MAX_M = 256
 
 
@@ -39,24 +44,36 @@ def alternate(
     ValueError
         A result is wrong: nothing is timed then.
     """
-    x, out = problem.x[:m], problem.output(m)
-    for name in names:
-        symmetric = VARIANTS[name].symmetric
-        call(VARIANTS[name], x, problem.weights(symmetric)[0], out)
-        error = problem.error(out, symmetric)
+    out = problem.output(m)
+    products = {name: product_of(problem, name, m) for name in names}
+    for name, (variant, x, weights) in products.items():
+        call(variant, x, weights[0], out)
+        error = problem.error(out, variant.symmetric)
         if not error <= TOLERANCE[problem.dtype]:
             raise ValueError(f"{name} at M = {m}: error {error:.2e} against float64")
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(passes):
         for name in names if turn % 2 == 0 else names[::-1]:
-            variant = VARIANTS[name]
-            weights = problem.weights(variant.symmetric)
 
-            def launch(i: int, variant: Any = variant, weights: Any = weights) -> None:
+            def launch(i: int, product: Any = products[name]) -> None:
+                variant, x, weights = product
                 call(variant, x, weights[i], out)
 
-            taken[name].append(time_launches(launch, len(weights), timer, **options).us)
+            taken[name].append(time_launches(launch, problem.copies, timer, **options).us)
     return taken
+
+
+def product_of(problem: Problem, name: str, m: int) -> tuple[Variant, Any, list[MarlinWeight]]:
+    """How, with what activations and which weights a variant is called; the result is the same for all."""
+    variant, x = VARIANTS[BASE if name == ORDERED else name], problem.x[:m]
+    weights = problem.weights(variant.symmetric)
+    if name != ORDERED:
+        return variant, x, weights
+    xp = namespace(x)
+    perm = xp.asarray(np.random.default_rng(0).permutation(problem.k).astype(np.int32))
+    source = xp.empty_like(x)
+    source[:, perm] = x
+    return variant, source, [dataclasses.replace(w, perm=perm) for w in weights]
 
 
 def costs(taken: dict[str, list[float]], name: str) -> tuple[float, float]:
@@ -67,11 +84,12 @@ def costs(taken: dict[str, list[float]], name: str) -> tuple[float, float]:
 
 def table(points: list[dict[str, Any]]) -> str:
     """One line a point."""
-    lines = ["    K x N         M  symmetric (us)  zero points  pair (us more)"]
+    lines = ["    K x N         M  symmetric (us)  zero points  activation order  pair (us more)"]
     for p in points:
         taken = p["us"]
         line = f"{p['k']:6d} x {p['n']:6d} {p['m']:5d} {statistics.median(taken[BASE]):15.1f}"
         line += f" {100 * costs(taken, 'asymmetric')[1]:+11.1f}%"
+        line += f" {100 * costs(taken, ORDERED)[1]:+16.1f}%" if ORDERED in taken else " " * 18
         if "pair" in taken:
             line += f" {costs(taken, 'pair')[0]:15.1f}"
         lines.append(line)
@@ -93,7 +111,7 @@ def main(
     passes: int,
     output: Path | None,
 ) -> None:
-    """Time ours without zero points, with them, and as the correction pair, in alternation."""
+    """Time ours without zero points, with them, in activation order, and as the correction pair."""
     reason = unavailable_reason()
     if reason is not None:
         click.echo(f"error: {reason}", err=True)
@@ -104,7 +122,7 @@ def main(
     for k, n in shapes or SHAPES:
         problem = Problem(k, n, ms or MS, group_size=int(group_size), dtype=dtype)
         for m in ms or MS:
-            names = [BASE, "asymmetric"] + (["pair"] if m <= PAIR_MAX_M else [])
+            names = [BASE, "asymmetric", ORDERED] + (["pair"] if m <= PAIR_MAX_M else [])
             points.append(
                 {"k": k, "n": n, "m": m, "us": alternate(problem, names, m, timer, passes, **options)}
             )

@@ -617,6 +617,15 @@ def test_alternation_finds_costs_below_the_drift(monkeypatch: pytest.MonkeyPatch
     assert "+3.0%" in line
 
 
+def test_activation_order_in_alternation_is_the_same_product() -> None:
+    problem = Problem(256, 192, [5], xp=np, copies=2)
+    variant, x, weights = alternate.product_of(problem, alternate.ORDERED, 5)
+    assert all(w.perm is not None for w in weights)
+    out = problem.output(5)
+    alternate.call(variant, x, weights[0], out)
+    assert problem.error(out, variant.symmetric) < 1e-3
+
+
 def test_alternation_times_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(256, 192, [33], xp=np, copies=2)
     problem._reference[False] *= 1.01

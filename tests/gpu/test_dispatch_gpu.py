@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -196,13 +197,39 @@ def test_activation_order(dtype: np.dtype, rng: np.random.Generator) -> None:
         qw = mj.QuantWeight(ordered.q, ordered.scale, ordered.zero, group, g_idx)
         packed, w64 = mj.pack(qw), weight64(qw)
         assert packed.perm is not None
-        for M in (1, 20):
+        for M in (1, 2, 7, 8, 9, 20):
             wide = random_rows(rng, M, k + 3, dtype)
             for x in (wide[:, :k], wide[:, 1 : k + 1], wide[:, ::-1][:, :k]):
                 exact = exact_of(x, w64)
                 for path in PATHS:
                     check(mj.matmul(x, packed, path=path), exact)
                 check(mj.matmul(x, qw), exact)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(("k", "group"), [(1000, -1), (333, -1), (2048, 128), (1056, 32)])
+def test_activation_order_is_exact_on_integers(
+    k: int, group: int, dtype: np.dtype, rng: np.random.Generator
+) -> None:
+    """Sums are exact, so a wrong column is a wrong number; columns beside x are NaN."""
+    groups = 1 if group == -1 else k // group
+    q = rng.integers(0, 16, (k, N), dtype=np.uint8)
+    points = rng.integers(0, 16, (groups, N), dtype=np.uint8)
+    scale = np.ones((groups, N), dtype)
+    ordered = mj.pack(mj.QuantWeight.from_zero_points(*map(cp.asarray, (q, scale, points)), group))
+    perm = rng.permutation(k).astype(np.int32)
+    w = replace(ordered, perm=cp.asarray(perm))
+    codes = q.astype(np.int64) - np.repeat(points.astype(np.int64), k // groups, axis=0)
+    for M in (1, 3, 8, 9, 33):
+        a = rng.integers(-1, 2, (M, k))
+        expected = (a[:, perm] @ codes).astype(np.float32).astype(dtype)
+        wide = cp.full((M, k + 3), np.nan, dtype)
+        for at in (0, 1):
+            wide[:] = np.nan
+            wide[:, at : at + k] = cp.asarray(a.astype(np.float32).astype(dtype))
+            x = wide[:, at : at + k]
+            for path in ("marlin", "native"):
+                assert np.array_equal(mj.matmul(x, w, path=path).get(), expected), (M, at, path)
 
 
 def test_uneven_groups_run_natively(rng: np.random.Generator) -> None:
