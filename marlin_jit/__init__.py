@@ -17,9 +17,11 @@ from marlin_jit.dispatch import (
     dispatch_enabled,
     explain,
     matmul,
+    matmul_swiglu,
     reset_stats,
     set_dispatch,
     stats,
+    stats_by_shape,
 )
 from marlin_jit.errors import (
     CheckpointError,
@@ -31,6 +33,7 @@ from marlin_jit.errors import (
     ShapeError,
     ValueRangeError,
 )
+from marlin_jit.fused import GateUpWeight, concatenate, pack_gate_up
 from marlin_jit.gptq_quantize import gptq, hessian
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.quantize import quantize
@@ -48,12 +51,14 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "Explanation",
+    "GateUpWeight",
     "LaunchError",
     "MarlinJitError",
     "MarlinWeight",
     "QuantWeight",
     "ShapeError",
     "ValueRangeError",
+    "concatenate",
     "dequantize",
     "dispatch",
     "dispatch_enabled",
@@ -62,12 +67,15 @@ __all__ = [
     "hessian",
     "load",
     "matmul",
+    "matmul_swiglu",
     "pack",
+    "pack_gate_up",
     "quantize",
     "reset_stats",
     "save",
     "set_dispatch",
     "stats",
+    "stats_by_shape",
     "unpack",
     "warmup",
 ]

@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from marlin_jit import launch
-from marlin_jit._array import FLOAT32, Array, is_device_array, on_device
+from marlin_jit import launch, layout
+from marlin_jit._array import BFLOAT16, FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
 from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
 from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError, ShapeError, ValueRangeError
+from marlin_jit.fused import GateUpWeight
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize
 from marlin_jit.plan import Plan, choose
@@ -89,13 +90,34 @@ def dispatch_enabled() -> bool:
 
 # ---- what was done --------------------------------------------------------------------------------------
 
-_taken: Counter[str] = Counter()
+_taken: Counter[Taken] = Counter()
 _refused: dict[tuple[Any, ...], str] = {}
 _lock = threading.Lock()
 
 
+class Taken(NamedTuple):
+    """A path, and the product it was taken for."""
+
+    path: str
+    M: int
+    N: int
+    K: int
+    group_size: int
+
+
 def stats() -> dict[str, int]:
     """How often each path has been taken in this process since the last `reset_stats`."""
+    counts: Counter[str] = Counter()
+    for taken, count in stats_by_shape().items():
+        counts[taken.path] += count
+    return dict(counts)
+
+
+def stats_by_shape() -> dict[Taken, int]:
+    """How often each path has been taken for which product: keys are (path, M, N, K, group size).
+
+    N is that of the weight: of gate and up together where `matmul_swiglu` was called.
+    """
     with _lock:
         return dict(_taken)
 
@@ -107,12 +129,12 @@ def reset_stats() -> None:
 
 
 def _record(path: str, call: Call) -> None:
+    w = call.weight
     with _lock:
         first = path not in _logged
         _logged.add(path)
-        _taken[path] += 1
+        _taken[Taken(path, call.rows, w.N, w.K, w.group_size)] += 1
     if first:
-        w = call.weight
         logger.info("first dispatch: %s, M=%d N=%d K=%d group=%d", path, call.rows, w.N, w.K, w.group_size)
 
 
@@ -133,6 +155,12 @@ class Call:
     rows: int
     device: DeviceInfo | None  # None: NumPy
     path: str | None = None  # the one path that the caller insists on
+    gated: int = 0  # output columns of silu(gate) * up, whose columns the weight holds in turn; 0: of no such
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output."""
+        return self.gated or self.weight.N
 
     @cached_property
     def plan(self) -> Plan:
@@ -210,11 +238,17 @@ def _scratch_matrix(purpose: str, rows: int, columns: int) -> tuple[Matrix, Arra
     return Matrix(memory.data.ptr, stride, rows, columns), memory
 
 
+def _scratch_array(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """The same as an array."""
+    *leading, columns = shape
+    matrix, memory = _scratch_matrix(purpose, math.prod(leading), columns)
+    whole = import_cupy().ndarray((*leading, matrix.stride), dtype=dtype, memptr=memory.data)
+    return whole[..., :columns]
+
+
 def _copied(purpose: str, array: Array, columns: int) -> Matrix:
-    rows = math.prod(array.shape[:-1])
-    matrix, memory = _scratch_matrix(purpose, rows, columns)
-    cupy = import_cupy()
-    view = cupy.ndarray((*array.shape[:-1], matrix.stride), dtype=array.dtype, memptr=memory.data)
+    matrix, memory = _scratch_matrix(purpose, math.prod(array.shape[:-1]), columns)
+    view = import_cupy().ndarray((*array.shape[:-1], matrix.stride), dtype=array.dtype, memptr=memory.data)
     view[..., :columns] = array  # one elementwise copy, whatever the strides
     if columns < matrix.stride:
         view[..., columns:] = 0
@@ -236,6 +270,10 @@ def _reference(call: Call, out: Array) -> None:
     y = x @ dequantize(call.weight, FLOAT32)
     if call.bias is not None:
         y += call.bias.astype(np.float32)
+    if call.gated:
+        gate, up = layout.split_gate_up(y)
+        with np.errstate(over="ignore"):  # exp of what silu turns to zero
+            y = (gate / (1 + np.exp(-gate)) * up)[:, : call.gated]
     with np.errstate(over="ignore"):
         out[...] = y.reshape(out.shape).astype(out.dtype)
 
@@ -282,7 +320,7 @@ def _marlin_gates(call: Call) -> Gates:
 def _marlin(call: Call, out: Array) -> None:
     w = call.weight
     assert isinstance(w, MarlinWeight)
-    launch.marlin(call.plan, call.x_aligned, w, call.bias, _matrix(out))
+    launch.marlin(call.plan, call.x_aligned, w, call.bias, _matrix(out), gated=bool(call.gated))
 
 
 def _marlin_pair_gates(call: Call) -> Gates:
@@ -339,12 +377,23 @@ class Path:
     name: str
     gates: Callable[[Call], Gates]
     run: Callable[[Call, Array], None]
+    activates: bool = False
+    """Whether `run` does SwiGLU's second half itself."""
+
+    def take(self, call: Call, out: Array) -> None:
+        """Run, and do what `run` leaves to do."""
+        if not call.gated or self.activates:
+            self.run(call, out)
+            return
+        product = _scratch_array("gate and up", (call.rows, call.weight.N), out.dtype)
+        self.run(call, product)
+        launch.swiglu(_matrix(product), _matrix(out), bfloat16=call.weight.dtype == BFLOAT16)
 
 
 TABLE = (
-    Path("reference", _reference_gates, _reference),
+    Path("reference", _reference_gates, _reference, activates=True),
     Path("fp16_cache", _fp16_cache_gates, _fp16_cache),
-    Path("marlin", _marlin_gates, _marlin),
+    Path("marlin", _marlin_gates, _marlin, activates=True),
     Path("marlin_pair", _marlin_pair_gates, _marlin_pair),
     Path("native", _native_gates, _native),
 )
@@ -392,7 +441,43 @@ def matmul(
     GPU work goes to CuPy's current stream of `x`'s device. Within a CUDA graph capture, scratch memory cannot
     grow and kernels cannot be loaded: make the same call once before.
     """
-    call = _checked(x, w, bias, out, path)
+    return _on_its_device(_checked(x, w, bias, out, path))
+
+
+def matmul_swiglu(x: Any, w: GateUpWeight, out: Array | None = None, *, path: str | None = None) -> Array:
+    """``silu(x @ gate) * (x @ up)``, where ``silu(v) = v / (1 + exp(-v))``.
+
+    Parameters
+    ----------
+    x : array [..., K]
+        As for `matmul`.
+    w : GateUpWeight
+        What `pack_gate_up` made of gate and up.
+    out : array [..., N], optional
+        As for `matmul`.
+    path : str, optional
+        As for `matmul`.
+
+    Returns
+    -------
+    array [..., N]
+        `out`, or a new array of `x`'s dtype. The paths ``marlin`` and ``reference`` round once, from float32
+        sums; the others round both products first.
+
+    Raises
+    ------
+    DTypeError, ShapeError, DeviceError
+        Arguments that do not fit together.
+    CompileError, LaunchError
+        No path could run, or `path` could not.
+    """
+    if not isinstance(w, GateUpWeight):
+        raise DTypeError(f"w must be a GateUpWeight (see pack_gate_up), got {type(w).__name__}")
+    return _on_its_device(_checked(x, w.packed, None, out, path, gated=w.N))
+
+
+def _on_its_device(call: Call) -> Array:
+    """Take the call's path with its device current."""
     if call.device is None:
         return _take(call)
     cupy = import_cupy()
@@ -407,8 +492,8 @@ def _take(call: Call) -> Array:
     target = out
     if out is None:
         xp = np if call.device is None else import_cupy()
-        out = target = xp.empty((*call.x.shape[:-1], call.weight.N), dtype=call.x.dtype)
-    elif call.device is not None and not ((rows := _as_rows(out, call.weight.N)) and _ascending(rows)):
+        out = target = xp.empty((*call.x.shape[:-1], call.columns), dtype=call.x.dtype)
+    elif call.device is not None and not ((rows := _as_rows(out, call.columns)) and _ascending(rows)):
         target = import_cupy().empty(out.shape, dtype=out.dtype)
     if call.rows:
         with scratch.turn() if call.device is not None else contextlib.nullcontext():
@@ -424,7 +509,7 @@ def _run(call: Call, target: Array) -> None:
         closed = [gate for gate, holds in row.gates(call) if not holds]
         if closed:
             raise LaunchError(f"path {call.path!r} cannot be taken here: it is not so that {closed[0]}")
-        row.run(call, target)
+        row.take(call, target)
         _record(call.path, call)
         return
     failure: Exception | None = None
@@ -432,7 +517,7 @@ def _run(call: Call, target: Array) -> None:
         if not all(holds for _, holds in row.gates(call)):
             continue
         try:
-            row.run(call, target)
+            row.take(call, target)
         except (CompileError, LaunchError) as error:
             failure = error
             broken = _BROKEN_CONTEXT.search(str(error))
@@ -457,7 +542,9 @@ def _row(path: str) -> Path:
     raise ValueRangeError(f"no path {path!r}; there are: {', '.join(row.name for row in TABLE)}")
 
 
-def _checked(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None = None) -> Call:
+def _checked(
+    x: Any, w: Weight, bias: Any, out: Array | None, path: str | None = None, *, gated: int = 0
+) -> Call:
     if path is not None:
         _row(path)
     if not isinstance(w, MarlinWeight | QuantWeight):
@@ -478,7 +565,7 @@ def _checked(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None =
     if out is not None:
         if not isinstance(out, np.ndarray) and not is_device_array(out):
             raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
-        _check_like("out", out, x, (*x.shape[:-1], w.N))
+        _check_like("out", out, x, (*x.shape[:-1], gated or w.N))
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueRangeError("out is read-only")
         for name, other in (("x", x), ("bias", bias)):
@@ -494,7 +581,7 @@ def _checked(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None =
         if x.device.id != codes.device.id:
             raise DeviceError(f"x lies on device {x.device.id}, the weight on device {codes.device.id}")
         device = device_info(x.device.id)
-    return Call(x, w, bias, out, math.prod(x.shape[:-1]), device, path)
+    return Call(x, w, bias, out, math.prod(x.shape[:-1]), device, path, gated)
 
 
 def _check_like(name: str, array: Array, x: Array, shape: tuple[int, ...]) -> None:
@@ -579,8 +666,8 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(x: Any, w: Weight, bias: Any = None, out: Array | None = None) -> Explanation:
-    """What `matmul` with these arguments would do, and why, without doing it.
+def explain(x: Any, w: Weight | GateUpWeight, bias: Any = None, out: Array | None = None) -> Explanation:
+    """What `matmul` (or `matmul_swiglu`) with these arguments would do, and why, without doing it.
 
     Returns
     -------
@@ -592,7 +679,10 @@ def explain(x: Any, w: Weight, bias: Any = None, out: Array | None = None) -> Ex
     DTypeError, ShapeError, DeviceError
         As `matmul`.
     """
-    call = _checked(x, w, bias, out)
+    if isinstance(w, GateUpWeight):
+        call = _checked(x, w.packed, bias, out, gated=w.N)
+    else:
+        call = _checked(x, w, bias, out)
     answers: list[Answer] = []
     chosen = False
     for row in TABLE:

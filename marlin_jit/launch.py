@@ -65,8 +65,10 @@ def whole_vectors(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix) -> None:
-    """``out = x @ W (+ bias)`` by a planned kernel.
+def marlin(
+    plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix, *, gated: bool = False
+) -> None:
+    """``out = x @ W (+ bias)`` by a planned kernel, or ``silu(x @ gate) * (x @ up)``.
 
     Parameters
     ----------
@@ -77,11 +79,15 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix) 
         next one are zero.
     bias : cupy.ndarray [N] or None
     out : Matrix [M, N]
+        Its columns are those that are written.
+    gated : bool
+        The weight is gate and up, eight columns of each in turn; there is no bias.
 
     Raises
     ------
     CompileError, LaunchError
     """
+    assert bias is None or not gated
     kernel = _kernel(plan.build, plan.smem)
     partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
@@ -92,8 +98,8 @@ def marlin(plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix) 
         tail = (_i32(plan.split_tiles), _i32(plan.each), *tail)
     args = (
         *(x.pointer, x.stride, weight.B, weight.scales, zeros, bias, out.pointer, out.stride),
-        *(_i32(x.rows), _i32(weight.N), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
-        *tail,
+        *(_i32(x.rows), _i32(out.columns), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
+        *(_i32(gated), *tail),
     )
     kernel(plan.grid, (plan.threads,), args, plan.smem)
 
@@ -183,6 +189,13 @@ def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
     kernel((-(-weight.N // 256), min(weight.K, _MAX_GRID_Y)), (256,), args)
 
 
+def swiglu(y: Matrix, out: Matrix, *, bfloat16: bool) -> None:
+    """``out = silu(gate) * up`` of a product `y` with eight columns of gate and eight of up in turn."""
+    kernel = _kernel(_swiglu_build(bfloat16))
+    args = (y.pointer, y.stride, out.pointer, out.stride, _i32(out.rows), _i32(out.columns))
+    kernel((-(-out.columns // 256), min(out.rows, _MAX_GRID_Y)), (256,), args)
+
+
 def gather(x: Matrix, order: Array, out: Matrix) -> None:
     """``out[:, i] = x[:, order[i]]``; what is left of a row's stride becomes zero."""
     kernel = _kernel(_GATHER)
@@ -216,6 +229,10 @@ def _correction_build(group_warps: int, bfloat16: bool) -> Build:
 def _sums_build(group_size: int, bfloat16: bool) -> Build:
     group = 0 if group_size == -1 else group_size
     return Build("group_sums.cu", "group_sums", (("BF16", int(bfloat16)), ("GROUP", group)))
+
+
+def _swiglu_build(bfloat16: bool) -> Build:
+    return Build("swiglu.cu", "swiglu", (("BF16", int(bfloat16)),))
 
 
 _GATHER = Build("gather.cu", "gather_columns", ())
@@ -259,6 +276,7 @@ def all_builds(arch: str) -> list[Build]:
     limits = Limits(132, *ARCH_LIMITS[like])  # the number of SMs changes no build
     builds = [_GATHER]
     for bfloat16 in (False, True):
+        builds.append(_swiglu_build(bfloat16))
         for packed in (True, False):
             builds.append(_scalar_build("native.cu", "native_int4", packed, bfloat16))
             builds.append(_scalar_build("dequantize.cu", "dequantize", packed, bfloat16))

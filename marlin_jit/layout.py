@@ -18,7 +18,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from marlin_jit._array import Array
+from marlin_jit._array import Array, namespace
 
 TILE_K = 16
 """Weight rows in one row of B."""
@@ -133,3 +133,26 @@ def swap_columns(rows: Array) -> Array:
     """Reorder rows [R, N] as `permute_scales` does with several groups, whatever R is."""
     count, columns = rows.shape
     return rows.reshape(count, columns // 64, 8, 8).transpose(0, 1, 3, 2).reshape(count, columns)
+
+
+GATE_UP = 8
+"""Columns of gate, then as many of up, in turn: so the lane of an mma that holds columns g and g + 8 of a
+16-column tile holds both factors of one output."""
+
+
+def interleave_gate_up(gate: Array, up: Array) -> Array:
+    """Join arrays [R, F], F a multiple of 8, to [R, 2F]: columns ``16*T + r`` and ``16*T + 8 + r`` of the
+    result are columns ``8*T + r`` of `gate` and of `up`.
+    """
+    xp = namespace(gate)
+    rows, features = gate.shape
+    blocks = [a.reshape(rows, features // GATE_UP, 1, GATE_UP) for a in (gate, up)]
+    joined: Array = xp.concatenate(blocks, axis=2).reshape(rows, 2 * features)
+    return joined
+
+
+def split_gate_up(both: Array) -> tuple[Array, Array]:
+    """Undo :func:`interleave_gate_up` along the last axis."""
+    blocks = both.reshape(*both.shape[:-1], -1, 2, GATE_UP)
+    shape = (*both.shape[:-1], both.shape[-1] // 2)
+    return blocks[..., 0, :].reshape(shape), blocks[..., 1, :].reshape(shape)

@@ -316,8 +316,12 @@ def test_stats_count_products(rng: np.random.Generator) -> None:
     assert counted == {"reference": 3}
     counted["reference"] = 99  # a copy
     assert mj.stats() == {"reference": 3}
+    mj.matmul(x[0], w)
+    by_shape = {("reference", 2, w.N, w.K, 64): 3, ("reference", 1, w.N, w.K, 64): 1}
+    assert mj.stats_by_shape() == by_shape
+    assert {taken.M for taken in mj.stats_by_shape()} == {1, 2}
     mj.reset_stats()
-    assert mj.stats() == {}
+    assert mj.stats() == {} == mj.stats_by_shape()
 
 
 def test_first_dispatch_is_logged_once(rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
@@ -404,6 +408,13 @@ def rows_of(matrix: launch.Matrix) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(flat, (matrix.rows, matrix.columns), (2 * matrix.stride, 2))
 
 
+def swiglu64(y: np.ndarray) -> np.ndarray:
+    """SwiGLU of eight columns of gate and eight of up in turn."""
+    blocks = y.reshape(len(y), -1, 16)
+    gate, up = blocks[..., :8].reshape(len(y), -1), blocks[..., 8:].reshape(len(y), -1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
 class PlayedGpu:
     """Launchers that note their calls, raise what they are told to, and else multiply with NumPy."""
 
@@ -425,12 +436,27 @@ class PlayedGpu:
         y = rows_of(x).astype(np.float64) @ w64
         rows_of(out)[...] = y if bias is None else y + bias.astype(np.float64)
 
-    def marlin(self, p: plan.Plan, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix) -> None:
+    def marlin(
+        self, p: plan.Plan, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix, *, gated: bool = False
+    ) -> None:
         zeros = p.build.defines["ZEROS"]
-        self._note("fused" if zeros else "symmetric")
+        self._note(("fused" if zeros else "symmetric") + (" gated" if gated else ""))
         assert (None, w.delta16, w.points16)[zeros] is not None or zeros == 0
         plain = mj.unpack(w)
-        self._product(x, weight64(plain if zeros else replace(plain, zero=None)), bias, out)
+        w64 = weight64(plain if zeros else replace(plain, zero=None))
+        if gated:
+            rows_of(out)[...] = swiglu64(rows_of(x).astype(np.float64) @ w64)[:, : out.columns]
+        else:
+            self._product(x, w64, bias, out)
+
+    def swiglu(self, y: launch.Matrix, out: launch.Matrix, *, bfloat16: bool) -> None:
+        self._note("swiglu")
+        assert not bfloat16
+        rows_of(out)[...] = swiglu64(rows_of(y).astype(np.float64))[:, : out.columns]
+
+    def scratch_array(self, purpose: str, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+        self.product = np.full((shape[0], shape[1] + 8), np.nan, dtype)
+        return self.product[:, : shape[1]]
 
     def group_sums(self, x: launch.Matrix, w: Any) -> np.ndarray:
         self._note("group_sums")
@@ -464,8 +490,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     checked: Callable[..., Any] = engine._checked
     as_rows = engine._as_rows
 
-    def checked_on_device(*arguments: Any) -> Any:
-        call = checked(*arguments)
+    def checked_on_device(*arguments: Any, **named: Any) -> Any:
+        call = checked(*arguments, **named)
         call.device = DeviceInfo(0, "played", played.capability, 132, 232448, 233472, 50 << 20)
         return call
 
@@ -482,8 +508,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     monkeypatch.setattr(engine, "_cublas_there", lambda: True)
     monkeypatch.setattr(engine, "scratch", SimpleNamespace(turn=lambda: played.turn))
     monkeypatch.setattr(engine, "_copied", played.copied)
+    monkeypatch.setattr(engine, "_scratch_array", played.scratch_array)
     monkeypatch.setattr("marlin_jit._cublas.matmul_dense", played.matmul_dense)
-    for name in ("marlin", "group_sums", "correct", "native"):
+    for name in ("marlin", "group_sums", "correct", "native", "swiglu"):
         monkeypatch.setattr(launch, name, getattr(played, name))
     yield played
 
@@ -571,6 +598,41 @@ def test_each_path_multiplies(gpu: PlayedGpu, packed: Any, rng: np.random.Genera
         check(x, packed, mj.matmul(x, packed, path=path))
         assert gpu.calls == calls
     assert mj.stats() == {"marlin": 1, "marlin_pair": 1, "native": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        (None, ["fused gated"]),
+        ("marlin", ["fused gated"]),
+        ("marlin_pair", ["symmetric", "group_sums", "correct", "swiglu"]),
+        ("native", ["native", "swiglu"]),
+        ("fp16_cache", ["cublas", "swiglu"]),
+    ],
+)
+def test_swiglu_on_each_path(gpu: PlayedGpu, path: str | None, calls: list[str], rng: Any) -> None:
+    gate, up = (plain_weight(rng, K=256, N=100) for _ in range(2))
+    w = mj.pack_gate_up(gate, up)
+    if path == "fp16_cache":
+        w.packed.cache_fp16()
+    x = activations(rng, 3, 256)
+    wide = x.astype(np.float64)
+    g, u = wide @ weight64(gate), wide @ weight64(up)
+    y = mj.matmul_swiglu(x, w, path=path)
+    assert gpu.calls == calls
+    assert y.shape == (3, 100)
+    np.testing.assert_allclose(y.astype(np.float64), g / (1 + np.exp(-g)) * u, rtol=3e-3, atol=2e-3)
+    assert mj.stats_by_shape() == {(path or "marlin", 3, 208, 256, 64): 1}
+
+
+def test_swiglu_without_dispatch_or_after_a_refusal(gpu: PlayedGpu, rng: np.random.Generator) -> None:
+    w = mj.pack_gate_up(*(plain_weight(rng, K=256, N=64) for _ in range(2)))
+    x = activations(rng, 3, 256)
+    with mj.dispatch(False):
+        expected = mj.matmul_swiglu(x, w)
+    gpu.failing["fused gated"] = LaunchError("no such kernel")
+    np.testing.assert_array_equal(mj.matmul_swiglu(x, w), expected)
+    assert mj.stats() == {"native": 2}
 
 
 @pytest.mark.parametrize("error", [LaunchError("too many registers"), CompileError("no such instruction")])

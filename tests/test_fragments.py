@@ -352,7 +352,7 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.GemmTile) -> None:
     """C^T (PTX ISA: c0, c1 at row g, columns 2t, 2t+1; c2, c3 at row g + 8) through movmatrix."""
     c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
     column_of = kernel_source.find("marlin.cu", r"const int column = (w\.wn [^;]*);")[1].replace("w.", "")
-    to = kernel_source.find("marlin.cu", r"reinterpret_cast<uint32_t\*>\(shared \+ (.*?)\) = rows_m;")[1]
+    to = kernel_source.find("marlin.cu", r"\(shared \+ (\([^=]* \+ column [^=]*)\) = rows_m;")[1]
     pair = kernel_source.find("marlin.cu", r"rows_n = Type::pair\(v\[(.*?)\] [^,]*, v\[(.*?)\] ")
     C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
     shared = np.full((c.M_TILE, c.TILE_N + 8), -1).ravel()
@@ -381,6 +381,64 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.GemmTile) -> None:
                         assert (at % 2 == 0).all()
                         shared[at], shared[at + 1] = turned[:, 0], turned[:, 1]
     assert np.array_equal(shared.reshape(c.M_TILE, -1)[:, : c.TILE_N], C)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_gated_epilogue_pairs_gate_with_up(tile: plan.GemmTile) -> None:
+    """Output f of a tile is made of columns 16*(f // 8) + f % 8 and the one 8 further."""
+    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PROBLEM).defines)
+    feature_of = kernel_source.find("marlin.cu", r"const int feature = (w\.wn [^;]*);")[1].replace("w.", "")
+    to = kernel_source.find("marlin.cu", r"\(shared \+ (\([^=]* \+ feature [^=]*)\) = rows_m;")[1]
+    factors = kernel_source.find(
+        "marlin.cu", r"Type::pair\(silu\(v\[(.)\]\) \* v\[(.)\], silu\(v\[(.)\]\) \* v\[(.)\]\)"
+    )
+    low_gate, low_up, high_gate, high_up = (int(factors[i]) for i in (1, 2, 3, 4))
+    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    f = np.arange(c.TILE_N // 2)
+    gate, up = C[:, 16 * (f // 8) + f % 8], C[:, 16 * (f // 8) + f % 8 + 8]
+    pitch = c.TILE_N + 8
+    shared = np.full((c.M_TILE * pitch, 2), -1)
+    for wn in range(c.WARPS_N):
+        for wk in range(c.WARPS_K):
+            for j in range(c.OWN):
+                for mb in range(c.M_BLOCKS):
+                    n, m = 64 * wn + 16 * (wk * c.OWN + j) + G, 8 * mb + 2 * T
+                    v = np.stack([C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]])
+                    names = {
+                        "wn": wn,
+                        "wk": wk,
+                        "OWN": c.OWN,
+                        "j": j,
+                        "mb": mb,
+                        "g": G,
+                        "t": T,
+                        "PITCH": pitch,
+                    }
+                    names["feature"] = kernel_source.value(feature_of, names)
+                    at = kernel_source.value(to.replace("w.", ""), names)
+                    for side, (low, high) in enumerate(((low_gate, high_gate), (low_up, high_up))):
+                        turned = movmatrix(v[[low, high]].T)
+                        shared[at, side], shared[at + 1, side] = turned[:, 0], turned[:, 1]
+    rows = shared.reshape(c.M_TILE, pitch, 2)[:, : c.TILE_N // 2]
+    assert np.array_equal(rows[..., 0], gate)
+    assert np.array_equal(rows[..., 1], up)
+
+
+def test_gated_sums_of_the_decode_kernel_pair_gate_with_up() -> None:
+    c = kernel_source.constants("decode.cu", DECODE)
+    pair = kernel_source.find("decode.cu", r"gate = total\((.*?)\), up = total\((.*?)\);")
+    to = kernel_source.find("decode.cu", r"store\(out, nullptr, (c \+ .*?), (blockIdx.*?), n\);")
+    quads = 16 * c.CHUNKS
+    i = np.arange(8 * quads // 2)
+    gate, up = (kernel_source.value(pair[side], {"i": i}) for side in (1, 2))
+    row = kernel_source.value(to[1].split("*")[0].removeprefix("c + "), {"i": i, "QUADS": quads})
+    block = to[2].replace("blockIdx.x", "3")
+    first = kernel_source.value(block, {"i": i, "QUADS": quads, "CHUNKS": c.CHUNKS}) - 3 * 32 * c.CHUNKS
+    assert np.array_equal(gate // quads, row)
+    assert np.array_equal(up, gate + 2)
+    column = gate % quads * 4
+    assert np.array_equal(column // 16 * 8 + column % 16, first)
+    assert len(set(zip(row.tolist(), first.tolist(), strict=True))) == len(i)
 
 
 def test_exchange_of_the_decode_kernel_meets_no_bank_twice() -> None:

@@ -1,4 +1,4 @@
-// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 8, bound by reading W once.
+// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 8, bound by reading W once. `gated` as in marlin.cu.
 //
 // What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
 // group the mma adds exact integers q - 8 (or q - z, z an integer zero point) times A, then acc += scale * sum. A real
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store(Float4 sum, const uint16_t* bias, uint16_t
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
                   const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
-                  Float4* partials, uint32_t* counters) {
+                  int gated, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = threadIdx.x / 32, chunk_in_block = warp % CHUNKS, k_warp = warp / CHUNKS;
@@ -234,31 +234,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int quads = m * QUADS;
     const bool split = gridDim.y > 1;
     Float4* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * quads;
-    for (int i = threadIdx.x; i < quads; i += THREADS) {
-        const int row = i / QUADS, column = i % QUADS * 4;
+    const auto sum_over_warps = [&](int quad) {
+        const int row = quad / QUADS, column = quad % QUADS * 4;
         const float* from = shared + column / 64 * CHUNK_FLOATS + row * SUM_PITCH + column % 64;
         Float4 sum = {0, 0, 0, 0};
 #pragma unroll
         for (int w = 0; w < K_WARPS; w++) add(sum, *reinterpret_cast<const Float4*>(from + w * CHUNKS * CHUNK_FLOATS));
-        if (split)
-            slots[blockIdx.y * quads + i] = sum;
-        else
-            store(sum, bias, c + row * ldc, blockIdx.x * (64 * CHUNKS) + column, n);
+        return sum;
+    };
+    if (split) {
+        for (int i = threadIdx.x; i < quads; i += THREADS) slots[blockIdx.y * quads + i] = sum_over_warps(i);
+        __shared__ uint32_t arrived;
+        const uint32_t before = count_in(counters + blockIdx.x);
+        if (threadIdx.x == 0) {
+            arrived = before;
+            if (before == gridDim.y - 1) counters[blockIdx.x] = 0;
+        }
+        __syncthreads();
+        if (arrived != gridDim.y - 1) return;
     }
-    if (!split) return;
-
-    __shared__ uint32_t arrived;
-    const uint32_t before = count_in(counters + blockIdx.x);
-    if (threadIdx.x == 0) {
-        arrived = before;
-        if (before == gridDim.y - 1) counters[blockIdx.x] = 0;
-    }
-    __syncthreads();
-    if (arrived != gridDim.y - 1) return;
-    for (int i = threadIdx.x; i < quads; i += THREADS) {
+    const auto total = [&](int quad) {
+        if (!split) return sum_over_warps(quad);
         Float4 sum = {0, 0, 0, 0};
 #pragma unroll 4
-        for (int s = 0; s < gridDim.y; s++) add(sum, load_l2(slots + s * quads + i));
-        store(sum, bias, c + i / QUADS * ldc, blockIdx.x * (64 * CHUNKS) + i % QUADS * 4, n);
+        for (int s = 0; s < gridDim.y; s++) add(sum, load_l2(slots + s * quads + quad));
+        return sum;
+    };
+    if (!gated) {
+        for (int i = threadIdx.x; i < quads; i += THREADS)
+            store(total(i), bias, c + i / QUADS * ldc, blockIdx.x * (64 * CHUNKS) + i % QUADS * 4, n);
+    } else {
+        // Of every four quads two are gate's, and the two after them up's for the same columns of C.
+        for (int i = threadIdx.x; i < quads / 2; i += THREADS) {
+            const Float4 gate = total(2 * i - i % 2), up = total(2 * i - i % 2 + 2);
+            const Float4 out = {silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w};
+            store(out, nullptr, c + i / (QUADS / 2) * ldc, blockIdx.x * (32 * CHUNKS) + i % (QUADS / 2) * 4, n);
+        }
     }
 }

@@ -1,4 +1,5 @@
 // marlin_gemm: C[M, N] = A[M, K] @ W[K, N] (+ bias), W in the Marlin format, on tensor cores (mma.sync, sm_80 and up).
+// With `gated`, C[M, N] = silu(A @ gate) * (A @ up), where W holds 8 columns of gate and 8 of up in turn, without bias.
 //
 // What is computed. The transpose: C^T = W^T A^T, so that one 32-bit word of B is exactly one mma A fragment
 // (16 columns n x 16 rows k) and activations are the B operand, eight rows m at a time. Weights become (q - 8) * scale,
@@ -55,6 +56,7 @@ struct Problem {
     int64_t ldc;
     int m, n, k;
     int padded_n, padded_k;
+    bool gated;
 };
 
 struct Tile {
@@ -433,11 +435,11 @@ __device__ __forceinline__ bool sum_over_blocks(Owned& own, uint8_t* smem, Float
 
 // ---- registers -> global -------------------------------------------------------------------------------------------
 
-// Rounds once, turns the transposed fragments by movmatrix, and leaves through shared memory as 16-byte rows.
-__device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
+constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
+
+// Rounds once, turns the transposed fragments by movmatrix, and leaves them in shared memory as rows.
+__device__ __forceinline__ void round_tile(const Owned& own, uint16_t* shared, const Problem& p, const Tile& tile,
                                            const Warp& w) {
-    constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
-    uint16_t* shared = reinterpret_cast<uint16_t*>(smem);
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
         const int column = w.wn * 64 + (w.wk * OWN + j) * 16;
@@ -457,11 +459,36 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
                 *reinterpret_cast<uint32_t*>(shared + (8 * mb + w.g) * PITCH + column + 8 * half + 2 * w.t) = rows_m;
             }
     }
+}
+
+// The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8.
+__device__ __forceinline__ void round_gated_tile(const Owned& own, uint16_t* shared, const Warp& w) {
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        const int feature = w.wn * 32 + (w.wk * OWN + j) * 8;
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++) {
+            const float(&v)[4] = own[j][mb];
+            const uint32_t rows_m = transpose8x8(Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]));
+            *reinterpret_cast<uint32_t*>(shared + (8 * mb + w.g) * PITCH + feature + 2 * w.t) = rows_m;
+        }
+    }
+}
+
+// Writes a tile as 16-byte rows.
+__device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
+                                           const Warp& w) {
+    uint16_t* shared = reinterpret_cast<uint16_t*>(smem);
+    if (p.gated)
+        round_gated_tile(own, shared, w);
+    else
+        round_tile(own, shared, p, tile, w);
     __syncthreads();
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
-    for (int piece = threadIdx.x; piece < M_TILE * TILE_N / 8; piece += THREADS) {
-        const int row = piece / (TILE_N / 8), column = piece % (TILE_N / 8) * 8;
-        const int m = tile.m0 + row, n = tile.n0 + column;
+    const int halved = p.gated ? 1 : 0, vectors = TILE_N / 8 >> halved;  // of a row
+    for (int piece = threadIdx.x; piece < M_TILE * vectors; piece += THREADS) {
+        const int row = piece / vectors, column = piece % vectors * 8;
+        const int m = tile.m0 + row, n = (tile.n0 >> halved) + column;
         if (m >= p.m || n >= p.n) continue;
         uint16_t* to = p.c + m * p.ldc + n;
         const uint16_t* from = shared + row * PITCH + column;
@@ -478,11 +505,11 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_gemm(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
-                const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
+                const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k, int gated,
                 int split_tiles, int each, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const uint32_t stages = shared_address(smem);
-    const Problem p = {a, lda, b, scales, zeros, bias, c, ldc, m, n, k, padded_n, padded_k};
+    const Problem p = {a, lda, b, scales, zeros, bias, c, ldc, m, n, k, padded_n, padded_k, gated != 0};
     const Warp w;
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
     const int units = (padded_k + K_STAGE - 1) / K_STAGE;

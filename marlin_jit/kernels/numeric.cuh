@@ -111,6 +111,8 @@ struct TypeOf<1> {
 };
 using Type = TypeOf<BF16>::type;
 
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
 template <int R>
 __device__ __forceinline__ uint32_t centered(uint32_t q) {
     return Type::code<R>(q, R < 2 ? Type::MINUS_8 : Type::MINUS_8_UPPER);

@@ -1,0 +1,181 @@
+"""Several weights that multiply the same activations, as one: side by side, or gate and up for SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from marlin_jit import layout
+from marlin_jit._array import Array, is_device_array, namespace, on_device
+from marlin_jit.errors import DeviceError, DTypeError, ShapeError
+from marlin_jit.pack import pack, unpack
+from marlin_jit.weight import MarlinWeight, QuantWeight
+
+_Weight = TypeVar("_Weight", MarlinWeight, QuantWeight)
+
+
+def concatenate(weights: Sequence[_Weight]) -> _Weight:
+    """Put weights side by side: ``x @ concatenate([a, b])`` is ``x @ a`` followed by ``x @ b``.
+
+    Parameters
+    ----------
+    weights : sequence of MarlinWeight or of QuantWeight
+        All of one kind, with the same K, group size, dtype, activation order and device. If any has zero
+        points, the result has.
+
+    Returns
+    -------
+    MarlinWeight or QuantWeight
+        [K, sum of the N], like `weights`; codes and scales are moved, never recomputed.
+
+    Raises
+    ------
+    DTypeError, ShapeError, DeviceError
+        No weights, or weights that differ in more than N.
+    """
+    weights = list(weights)
+    _check_alike(weights)
+    if isinstance(weights[0], MarlinWeight):
+        return pack(_joined([unpack(w) for w in weights], _side_by_side))
+    return _joined(weights, _side_by_side)
+
+
+@dataclass(frozen=True, eq=False)
+class GateUpWeight:
+    """The two weights [K, N] of a SwiGLU layer in one, for `matmul_swiglu`; made by `pack_gate_up`.
+
+    Parameters
+    ----------
+    packed : MarlinWeight
+        [K, 2*N'] where N' is N rounded up to 8: eight columns of gate and eight of up in turn, as
+        :func:`marlin_jit.layout.interleave_gate_up` puts them; columns from N on are zero.
+    N : int
+        Output features.
+    """
+
+    packed: MarlinWeight
+    N: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.packed, MarlinWeight):
+            raise DTypeError(f"packed must be a MarlinWeight, got {type(self.packed).__name__}")
+        columns, wanted = self.packed.N, 2 * _whole_blocks(self.N)
+        if columns != wanted:
+            raise ShapeError(f"gate and up of N = {self.N} have {wanted} columns in all, not {columns}")
+
+    @property
+    def K(self) -> int:
+        """Input features."""
+        return self.packed.K
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the weight and its activations."""
+        return self.packed.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed arrays."""
+        return self.packed.nbytes
+
+    def to_device(self) -> GateUpWeight:
+        """Return this weight with CuPy arrays on the current device."""
+        return replace(self, packed=self.packed.to_device())
+
+    def to_host(self) -> GateUpWeight:
+        """Return this weight with NumPy arrays."""
+        return replace(self, packed=self.packed.to_host())
+
+
+def pack_gate_up(gate: _Weight, up: _Weight) -> GateUpWeight:
+    """Pack the gate and up projections of a SwiGLU layer for `matmul_swiglu`.
+
+    Parameters
+    ----------
+    gate, up : MarlinWeight or QuantWeight [K, N]
+        Of one kind, with the same shape, group size (32, 64, 128 or -1), dtype, activation order and device.
+
+    Raises
+    ------
+    DTypeError, ShapeError, DeviceError
+        Weights that differ in these, or a group size that the format cannot hold.
+    """
+    pair = [gate, up]
+    _check_alike(pair)
+    if gate.N != up.N:
+        raise ShapeError(f"gate has N = {gate.N} and up N = {up.N}; they must be equal")
+    plain = [unpack(w) if isinstance(w, MarlinWeight) else w for w in pair]
+    return GateUpWeight(pack(_joined(plain, _interleaved)), gate.N)
+
+
+def _whole_blocks(N: int) -> int:
+    return -(-N // layout.GATE_UP) * layout.GATE_UP
+
+
+def _side_by_side(arrays: list[Array]) -> Array:
+    return namespace(arrays[0]).concatenate(arrays, axis=1)
+
+
+def _interleaved(arrays: list[Array]) -> Array:
+    xp = namespace(arrays[0])
+    N = arrays[0].shape[1]
+    # Columns of the pad have scale and zero 0, so their codes mean nothing.
+    pad = ((0, 0), (0, _whole_blocks(N) - N))
+    gate, up = (xp.pad(a, pad) for a in arrays)
+    return layout.interleave_gate_up(gate, up)
+
+
+def _joined(weights: list[QuantWeight], join: Callable[[list[Array]], Array]) -> QuantWeight:
+    with on_device(weights[0].q):
+        zeros = None
+        if not all(w.symmetric for w in weights):
+            zeros = join([_zero(w) for w in weights])
+        codes, scales = join([w.q for w in weights]), join([w.scale for w in weights])
+    return QuantWeight(codes, scales, zeros, weights[0].group_size, weights[0].g_idx)
+
+
+def _zero(weight: QuantWeight) -> Array:
+    """The zeros in float32, which holds -8*scale exactly."""
+    if weight.zero is None:
+        return np.float32(-8) * weight.scale.astype(np.float32)
+    return weight.zero.astype(np.float32)
+
+
+def _check_alike(weights: Sequence[Any]) -> None:
+    if not weights:
+        raise ShapeError("no weights were given")
+    for w in weights:
+        if not isinstance(w, (MarlinWeight, QuantWeight)) or type(w) is not type(weights[0]):
+            names = ", ".join(type(w).__name__ for w in weights)
+            raise DTypeError(f"expected all MarlinWeight or all QuantWeight, got {names}")
+    first = weights[0]
+    for i, w in enumerate(weights[1:], 1):
+        for name in ("K", "group_size"):
+            if getattr(w, name) != getattr(first, name):
+                raise ShapeError(f"weight 0 has {name} {getattr(first, name)}, weight {i} {getattr(w, name)}")
+        if w.dtype != first.dtype:
+            raise DTypeError(f"weight 0 is {first.dtype}, weight {i} {w.dtype}: convert one with astype")
+        if _place(w) != _place(first):
+            raise DeviceError(f"weight 0 lies on {_place(first)}, weight {i} on {_place(w)}")
+        if not _same_order(first, w):
+            raise ShapeError(f"weights 0 and {i} have their rows in different activation orders")
+
+
+def _codes(weight: MarlinWeight | QuantWeight) -> Array:
+    return weight.B if isinstance(weight, MarlinWeight) else weight.q
+
+
+def _place(weight: MarlinWeight | QuantWeight) -> str:
+    codes = _codes(weight)
+    return f"device {codes.device.id}" if is_device_array(codes) else "the host"
+
+
+def _same_order(a: MarlinWeight | QuantWeight, b: MarlinWeight | QuantWeight) -> bool:
+    orders = [w.perm if isinstance(w, MarlinWeight) else w.g_idx for w in (a, b)]
+    if orders[0] is None or orders[1] is None:
+        return orders[0] is orders[1]
+    with on_device(_codes(a)):
+        return bool((orders[0] == orders[1]).all())
