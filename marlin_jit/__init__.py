@@ -34,6 +34,7 @@ from marlin_jit.errors import (
 from marlin_jit.gptq_quantize import gptq, hessian
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.quantize import quantize
+from marlin_jit.rounding import iteration, rounded
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 if TYPE_CHECKING:
@@ -60,11 +61,13 @@ __all__ = [
     "explain",
     "gptq",
     "hessian",
+    "iteration",
     "load",
     "matmul",
     "pack",
     "quantize",
     "reset_stats",
+    "rounded",
     "save",
     "set_dispatch",
     "stats",
