@@ -37,6 +37,7 @@ from marlin_jit.fused import GateUpWeight, concatenate, pack_gate_up
 from marlin_jit.gptq_quantize import gptq, hessian
 from marlin_jit.pack import dequantize, pack, unpack
 from marlin_jit.quantize import quantize
+from marlin_jit.rounding import iteration, rounded
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "explain",
     "gptq",
     "hessian",
+    "iteration",
     "load",
     "matmul",
     "matmul_swiglu",
@@ -72,6 +74,7 @@ __all__ = [
     "pack_gate_up",
     "quantize",
     "reset_stats",
+    "rounded",
     "save",
     "set_dispatch",
     "stats",

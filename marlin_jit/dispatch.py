@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from marlin_jit import launch, layout
+from marlin_jit import launch, layout, rounding
 from marlin_jit._array import BFLOAT16, FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
 from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
@@ -178,6 +178,16 @@ class Call:
         return choose(problem, launch.limits_of(self.device))
 
     @cached_property
+    def iteration(self) -> rounding.Iteration | None:
+        """Which iteration a weight with a rounding channel is rounded for; None where the mode is off."""
+        return rounding.current()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the weight carries a rounding channel."""
+        return isinstance(self.weight, QuantWeight) and self.weight.rounding is not None
+
+    @cached_property
     def x_aligned(self) -> Matrix:
         """Activations in packed row order, as the tiled kernels want them; copied to scratch only if need be.
 
@@ -265,9 +275,12 @@ def _reference_gates(call: Call) -> Gates:
 
 
 def _reference(call: Call, out: Array) -> None:
-    """Dequantize, multiply and add in float32, round once."""
-    x = call.x.astype(np.float32).reshape(call.rows, call.weight.K)
-    y = x @ dequantize(call.weight, FLOAT32)
+    """Dequantize (the weight as this iteration has it), multiply and add in float32, round once."""
+    w = call.weight
+    if isinstance(w, QuantWeight) and call.rounds and call.iteration is not None:
+        w = rounding.rounded(w, call.iteration.index, call.iteration.seed)
+    x = call.x.astype(np.float32).reshape(call.rows, w.K)
+    y = x @ dequantize(w, FLOAT32)
     if call.bias is not None:
         y += call.bias.astype(np.float32)
     if call.gated:
@@ -339,6 +352,16 @@ def _marlin_pair(call: Call, out: Array) -> None:
     launch.correct(sums, w, _matrix(out))
 
 
+def _cross_iteration_gates(call: Call) -> Gates:
+    yield "x is a GPU array", call.device is not None
+    yield "the weight carries a rounding channel", call.rounds
+    yield "cross-iteration rounding is on", call.iteration is not None
+
+
+def _cross_iteration(call: Call, out: Array) -> None:
+    launch.native(call.x_rows, call.weight, call.bias, _matrix(out), call.iteration)
+
+
 def _native_gates(call: Call) -> Gates:
     yield "x is a GPU array", call.device is not None
 
@@ -395,6 +418,7 @@ TABLE = (
     Path("fp16_cache", _fp16_cache_gates, _fp16_cache),
     Path("marlin", _marlin_gates, _marlin, activates=True),
     Path("marlin_pair", _marlin_pair_gates, _marlin_pair),
+    Path("cross_iteration", _cross_iteration_gates, _cross_iteration),
     Path("native", _native_gates, _native),
 )
 
@@ -422,7 +446,8 @@ def matmul(
         Where to write the result; must not overlap `x` or `bias`. With it, a call allocates nothing once its
         shape has been seen.
     path : str, optional
-        Insist on one path: ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"`` or ``"native"``.
+        Insist on one path: ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"``, ``"cross_iteration"`` or
+        ``"native"``.
 
     Returns
     -------

@@ -10,7 +10,7 @@ import numpy as np
 
 from marlin_jit import layout
 from marlin_jit._array import Array, is_device_array, namespace, on_device
-from marlin_jit.errors import DeviceError, DTypeError, ShapeError
+from marlin_jit.errors import DeviceError, DTypeError, ShapeError, ValueRangeError
 from marlin_jit.pack import pack, unpack
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
@@ -35,6 +35,8 @@ def concatenate(weights: Sequence[_Weight]) -> _Weight:
     ------
     DTypeError, ShapeError, DeviceError
         No weights, or weights that differ in more than N.
+    ValueRangeError
+        A weight with a rounding channel.
     """
     weights = list(weights)
     _check_alike(weights)
@@ -102,6 +104,8 @@ def pack_gate_up(gate: _Weight, up: _Weight) -> GateUpWeight:
     ------
     DTypeError, ShapeError, DeviceError
         Weights that differ in these, or a group size that the format cannot hold.
+    ValueRangeError
+        A weight with a rounding channel.
     """
     pair = [gate, up]
     _check_alike(pair)
@@ -162,6 +166,12 @@ def _check_alike(weights: Sequence[Any]) -> None:
             raise DeviceError(f"weight 0 lies on {_place(first)}, weight {i} on {_place(w)}")
         if not _same_order(first, w):
             raise ShapeError(f"weights 0 and {i} have their rows in different activation orders")
+    for i, w in enumerate(weights):
+        if isinstance(w, QuantWeight) and w.rounding is not None:
+            raise ValueRangeError(
+                f"weight {i} carries {w.rounding}, which would be lost: join w.without_rounding() or "
+                "marlin_jit.rounded(w, iteration)"
+            )
 
 
 def _codes(weight: MarlinWeight | QuantWeight) -> Array:

@@ -28,6 +28,7 @@ from marlin_jit.plan import (
     gemm_stages,
     gemm_tile_shapes,
 )
+from marlin_jit.rounding import Iteration
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 _MAX_GRID_Y = 65535
@@ -164,17 +165,30 @@ def correction_group_warps(pieces: int, sm_count: int) -> int:
 # ---- scalar kernels -------------------------------------------------------------------------------------
 
 
-def native(x: Matrix, weight: MarlinWeight | QuantWeight, bias: Any, out: Matrix) -> None:
+def native(
+    x: Matrix,
+    weight: MarlinWeight | QuantWeight,
+    bias: Any,
+    out: Matrix,
+    iteration: Iteration | None = None,
+) -> None:
     """``out = x @ W (+ bias)``, one thread an output: any shape, any group size.
 
-    For a packed weight with ``perm``, `x` is already in packed order.
+    For a packed weight with ``perm``, `x` is already in packed order. With `iteration`, codes are those that
+    the weight's rounding channel gives them then.
     """
     packed = isinstance(weight, MarlinWeight)
-    kernel = _kernel(_scalar_build("native.cu", "native_int4", packed, weight.dtype == BFLOAT16))
+    rounding, channel, key, phase = 0, None, 0, 0
+    if iteration is not None:
+        assert isinstance(weight, QuantWeight) and weight.rounding is not None
+        rounding = _ROUNDING[weight.rounding]
+        channel, key, phase = getattr(weight, weight.rounding), iteration.seed_key, iteration.phase
+    kernel = _kernel(_native_build(packed, weight.dtype == BFLOAT16, rounding))
     pointers, sizes = _scalar_weight(weight)
     args = (
         *(x.pointer, x.stride, *pointers, bias, out.pointer, out.stride),
         *(_i32(x.rows), _i32(weight.N), _i32(weight.K), *sizes),
+        *(channel, np.uint32(key), _i32(phase)),
     )
     kernel((-(-weight.N // 128), min(x.rows, _MAX_GRID_Y)), (128,), args)
 
@@ -220,6 +234,14 @@ def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...],
 
 def _scalar_build(source: str, name: str, packed: bool, bfloat16: bool) -> Build:
     return Build(source, name, (("BF16", int(bfloat16)), ("PACKED", int(packed))))
+
+
+_ROUNDING = {"frac4": 1, "sign_bit": 2}  # build constant of native.cu
+
+
+def _native_build(packed: bool, bfloat16: bool, rounding: int) -> Build:
+    plain = _scalar_build("native.cu", "native_int4", packed, bfloat16)
+    return replace(plain, macros=(*plain.macros, ("ROUNDING", rounding)))
 
 
 def _correction_build(group_warps: int, bfloat16: bool) -> Build:
@@ -278,7 +300,8 @@ def all_builds(arch: str) -> list[Build]:
     for bfloat16 in (False, True):
         builds.append(_swiglu_build(bfloat16))
         for packed in (True, False):
-            builds.append(_scalar_build("native.cu", "native_int4", packed, bfloat16))
+            roundings = (0,) if packed else (0, *_ROUNDING.values())
+            builds.extend(_native_build(packed, bfloat16, rounding) for rounding in roundings)
             builds.append(_scalar_build("dequantize.cu", "dequantize", packed, bfloat16))
         builds.extend(_correction_build(warps, bfloat16) for warps in (1, 2, 4))
         for group_size in (32, 64, 128, -1):

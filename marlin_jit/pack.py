@@ -26,7 +26,7 @@ from marlin_jit._array import (
     on_device,
     to_host,
 )
-from marlin_jit.errors import DTypeError, ShapeError
+from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 _PAD_PAIR = 0x88  # two codes 8, which stand for weight 0
@@ -55,7 +55,8 @@ def pack(weight: QuantWeight) -> MarlinWeight:
     ShapeError
         A group size that the format cannot hold, or groups of unequal size.
     ValueRangeError
-        A delta that overflows the dtype of the scales.
+        A delta that overflows the dtype of the scales, or a weight with a rounding channel, for which the
+        format has no place.
 
     Notes
     -----
@@ -68,6 +69,11 @@ def pack(weight: QuantWeight) -> MarlinWeight:
         raise ShapeError(
             f"the Marlin format holds group sizes {layout.GROUP_SIZES}, not {size}; "
             "use the QuantWeight itself, or quantize again with one of these"
+        )
+    if weight.rounding is not None:
+        raise ValueRangeError(
+            f"the Marlin format has no place for {weight.rounding}: use the QuantWeight itself, or pack "
+            "w.without_rounding() or marlin_jit.rounded(w, iteration)"
         )
     xp = namespace(weight.q)
     K, N = weight.shape
@@ -159,7 +165,7 @@ def dequantize(weight: QuantWeight | MarlinWeight, dtype: Any = None) -> Array:
     -------
     array [K, N]
         Rows in source order. Computed in float32, as ``q*scale + zero`` or ``(q - 8)*scale + delta``, and
-        rounded once.
+        rounded once. A rounding channel plays no part, within :func:`marlin_jit.iteration` neither.
     """
     if not isinstance(weight, (QuantWeight, MarlinWeight)):
         raise DTypeError(f"expected a QuantWeight or MarlinWeight, got {type(weight).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from marlin_jit._array import (
     to_host,
 )
 from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
+from marlin_jit.rounding import channel
 from marlin_jit.weight import SCALE_DTYPES, QuantWeight
 
 _LEVELS = np.float32(15)
@@ -28,7 +29,11 @@ _LEVELS = np.float32(15)
 
 
 def quantize(
-    w: Array, group_size: int = 128, symmetric: bool = False, dtype: Any = np.float16
+    w: Array,
+    group_size: int = 128,
+    symmetric: bool = False,
+    dtype: Any = np.float16,
+    rounding: Literal["frac4", "sign_bit"] | None = None,
 ) -> QuantWeight:
     """Round a dense weight to 4-bit codes, spreading them evenly over the range of each group.
 
@@ -44,6 +49,10 @@ def quantize(
         ``-7.5*scale`` to ``7.5*scale``, with ``scale = max|w|/7.5`` and code 8 at 0.
     dtype : float16 or bfloat16
         Dtype of scale and zero.
+    rounding : {None, "frac4", "sign_bit"}
+        The channel for cross-iteration rounding that the weight carries (:mod:`marlin_jit.rounding`): for
+        each weight the four bits of its code's fraction, or on which side of its code it lies. Codes, scale
+        and zero are the same with and without.
 
     Returns
     -------
@@ -58,18 +67,21 @@ def quantize(
     DTypeError, ShapeError
         An argument of the wrong kind, a group size that does not divide K.
     ValueRangeError
-        NaN or infinite weights, or a group whose scale or zero overflows `dtype`.
+        NaN or infinite weights, a group whose scale or zero overflows `dtype`, or no such `rounding`.
 
     Notes
     -----
     Works on ranges of columns, so temporary arrays stay small beside `w`.
     """
     xp, dtype, rows = checked_arguments(w, group_size, dtype)
+    if rounding not in (None, "frac4", "sign_bit"):
+        raise ValueRangeError(f'rounding must be None, "frac4" or "sign_bit", got {rounding!r}')
     K, N = w.shape
     with on_device(w), np.errstate(over="ignore", invalid="ignore"):
         q = xp.empty((K, N), dtype=np.uint8)
         scale = xp.empty((K // rows, N), dtype=dtype)
         zero = None if symmetric else xp.empty((K // rows, N), dtype=dtype)
+        channels = {} if rounding is None else {rounding: xp.empty((K, N), dtype=np.uint8)}
         for start, stop in column_chunks(K, N, is_device_array(w), scratch=16):
             columns = slice(start, stop)
             values = w[:, columns].astype(np.float32).reshape(K // rows, rows, stop - start)
@@ -77,9 +89,15 @@ def quantize(
             scale[:, columns] = grid.scale
             if zero is not None:
                 zero[:, columns] = grid.zero
-            q[:, columns] = grid.codes(xp, values).astype(np.uint8).reshape(K, stop - start)
+            if rounding is None:
+                codes = grid.codes(xp, values)
+            else:
+                codes, residual = grid.codes_and_residuals(xp, values)
+                sides = channel(xp, rounding, codes, residual)
+                channels[rounding][:, columns] = sides.reshape(K, stop - start)
+            q[:, columns] = codes.astype(np.uint8).reshape(K, stop - start)
         _check_range(xp, w, rows, scale, zero)
-    return QuantWeight(q, scale, zero, group_size)
+    return QuantWeight(q, scale, zero, group_size, **channels)
 
 
 def checked_arguments(w: Array, group_size: int, dtype: Any) -> tuple[Any, np.dtype[Any], int]:
@@ -128,6 +146,26 @@ class Grid:
 
     def codes(self, xp: Any, values: Array) -> Array:
         """Return the nearest codes of `values`, float32 [G, rows, n], in their place."""
+        steps = self._steps(xp, values)
+        codes = xp.rint(steps, out=steps)
+        if self.zero is None:
+            codes += np.float32(8)
+        return codes
+
+    def codes_and_residuals(self, xp: Any, values: Array) -> tuple[Array, Array]:
+        """Return the nearest codes of `values`, float32 [G, rows, n], and how far above them these lie.
+
+        In steps of the scale, within -1/2..1/2; values beyond the outer codes count as if they were those.
+        """
+        steps = self._steps(xp, values)
+        codes = xp.rint(steps)
+        steps -= codes
+        if self.zero is None:
+            codes += np.float32(8)
+        return codes, steps
+
+    def _steps(self, xp: Any, values: Array) -> Array:
+        """Return `values` in steps from the zero (or from code 8) in their place, kept within the codes."""
         step = self.scale.astype(np.float32)
         if self.zero is not None:
             # At half their size, since the difference of two large values may overflow.
@@ -137,10 +175,8 @@ class Grid:
         # Dividing by infinity puts every value of a group without scale at the code of its zero.
         step = xp.where(step == 0, np.float32(np.inf), step)
         values /= step[:, None]
-        codes = xp.rint(values, out=values)
-        if self.zero is None:
-            codes += np.float32(8)
-        return xp.clip(codes, 0, 15, out=codes)
+        first = 0 if self.zero is not None else -8
+        return xp.clip(values, first, first + 15, out=values)
 
 
 def _symmetric_scale(xp: Any, low: Array, high: Array) -> Array:

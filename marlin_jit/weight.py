@@ -34,6 +34,8 @@ SCALE_DTYPES = (FLOAT16, BFLOAT16)
 """What scales may be stored as."""
 MAX_ZERO_POINT = 16
 """Largest integer zero point: 4 bits, plus the 16 that decoders of GPTQ v1 files can produce."""
+_QUANT_ARRAYS = ("q", "scale", "zero", "g_idx", "frac4", "sign_bit")
+"""All arrays that a QuantWeight is made of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,10 @@ class QuantWeight:
         into).
     g_idx : int32 array [K], optional
         Row k belongs to group ``g_idx[k]`` (activation order). Without it the group is ``k // group_size``.
+    frac4 : uint8 array [K, N], optional
+        0..15: the 4-bit fraction of the real-valued code, a rounding channel. At most one of the two.
+    sign_bit : uint8 or bool array [K, N], optional
+        1 where the real-valued code is below `q`, else 0: the other kind of rounding channel.
 
     Attributes
     ----------
@@ -67,6 +73,9 @@ class QuantWeight:
     Notes
     -----
     Arrays are kept, not copied, unless they are not contiguous (or, on a GPU, not on 16-byte boundaries).
+
+    `q` are the nearest codes, with a rounding channel or without: it changes products within
+    :func:`marlin_jit.iteration` alone. :mod:`marlin_jit.rounding` says how.
     """
 
     q: Array
@@ -74,13 +83,15 @@ class QuantWeight:
     zero: Array | None
     group_size: int
     g_idx: Array | None = None
+    frac4: Array | None = None
+    sign_bit: Array | None = None
     delta: Array | None = field(default=None, init=False, repr=False)
 
     # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
     __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        xp = namespace(self.q, self.scale, self.zero, self.g_idx)
+        xp = namespace(*(getattr(self, name) for name in _QUANT_ARRAYS))
         _check_array("q", self.q, (np.dtype(np.uint8),), 2)
         _check_array("scale", self.scale, SCALE_DTYPES, 2)
         K, N = self.q.shape
@@ -104,8 +115,17 @@ class QuantWeight:
         if self.g_idx is not None:
             _check_array("g_idx", self.g_idx, (np.dtype(np.int32),), 1)
             _check_shape("g_idx", self.g_idx, (K,), "[K]")
+        if self.frac4 is not None and self.sign_bit is not None:
+            raise ValueRangeError("a weight carries one rounding channel, frac4 or sign_bit, not both")
+        for name, array, dtypes in (
+            ("frac4", self.frac4, (np.dtype(np.uint8),)),
+            ("sign_bit", self.sign_bit, (np.dtype(np.uint8), np.dtype(np.bool_))),
+        ):
+            if array is not None:
+                _check_array(name, array, dtypes, 2)
+                _check_shape(name, array, (K, N), "the shape of q")
         with on_device(self.q):
-            for name in ("q", "scale", "zero", "g_idx"):
+            for name in _QUANT_ARRAYS:
                 _keep_as_kernels_read(self, name)
             if self.zero is not None:
                 # Made here, where the check below waits for the device: every stream finds it ready.
@@ -118,6 +138,8 @@ class QuantWeight:
                 ("scale", self.scale, xp.isfinite, "NaN or infinite"),
                 ("zero", self.zero, xp.isfinite, "NaN or infinite"),
                 ("g_idx", self.g_idx, lambda a: (a >= 0) & (a < groups), f"outside the {groups} groups"),
+                ("frac4", self.frac4, lambda a: a <= 15, "outside 0..15"),
+                ("sign_bit", self.sign_bit, lambda a: a <= 1, "neither 0 nor 1"),
             )
         object.__setattr__(self, "group_size", size)
         if groups == 1:
@@ -161,7 +183,8 @@ class QuantWeight:
         return replace(weight, zero=zero)
 
     def __repr__(self) -> str:
-        return _summary(self, self.q, self.g_idx is not None)
+        carried = "" if self.rounding is None else f", {self.rounding}"
+        return _summary(self, self.q, self.g_idx is not None, carried)
 
     def __rmatmul__(self, x: Array) -> Array:
         """``x @ w``: see :func:`marlin_jit.dispatch.matmul`."""
@@ -201,17 +224,28 @@ class QuantWeight:
         return self.zero is None
 
     @property
+    def rounding(self) -> str | None:
+        """Name of the rounding channel, ``"frac4"`` or ``"sign_bit"``; None without one."""
+        if self.frac4 is not None:
+            return "frac4"
+        return None if self.sign_bit is None else "sign_bit"
+
+    def without_rounding(self) -> QuantWeight:
+        """Return this weight without its rounding channel (itself if it has none)."""
+        return self if self.rounding is None else replace(self, frac4=None, sign_bit=None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return _nbytes(self.q, self.scale, self.zero, self.g_idx)
+        return _nbytes(*(getattr(self, name) for name in _QUANT_ARRAYS))
 
     def to_device(self) -> QuantWeight:
         """Return this weight with CuPy arrays on the current device (itself if it is on a device already)."""
-        return _moved(self, ("q", "scale", "zero", "g_idx"), to_device)
+        return _moved(self, _QUANT_ARRAYS, to_device)
 
     def to_host(self) -> QuantWeight:
         """Return this weight with NumPy arrays (itself if it has them already)."""
-        return _moved(self, ("q", "scale", "zero", "g_idx"), to_host)
+        return _moved(self, _QUANT_ARRAYS, to_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -515,7 +549,7 @@ def _keep_as_kernels_read(weight: object, name: str) -> None:
         object.__setattr__(weight, name, array.copy(order="C"))
 
 
-def _summary(weight: QuantWeight | MarlinWeight, codes: Array, ordered: bool, cached: str = "") -> str:
+def _summary(weight: QuantWeight | MarlinWeight, codes: Array, ordered: bool, carried: str = "") -> str:
     """One line about a weight; its arrays are not read."""
     K, N = weight.shape
     group = "one group a column" if weight.group_size == -1 else f"group size {weight.group_size}"
@@ -524,7 +558,7 @@ def _summary(weight: QuantWeight | MarlinWeight, codes: Array, ordered: bool, ca
     place = f"device {codes.device.id}" if is_device_array(codes) else "host"
     return (
         f"{type(weight).__name__}({K} x {N}, {group}, {weight.dtype}, {kind}{order}, {place}, "
-        f"{weight.nbytes:,} bytes{cached})"
+        f"{weight.nbytes:,} bytes{carried})"
     )
 
 

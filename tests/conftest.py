@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from helpers import no_gpu_reason
 
+from marlin_jit import rounding
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := no_gpu_reason()):
@@ -20,6 +22,7 @@ def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No switch, count, refusal or logged path of another test."""
     engine = import_module("marlin_jit.dispatch")  # the package's attribute of that name is the function
     monkeypatch.delenv(engine.SWITCH, raising=False)
+    monkeypatch.delenv(rounding.SWITCH, raising=False)
     monkeypatch.setattr(engine, "_enabled", None)
     monkeypatch.setattr(engine, "_taken", Counter())
     monkeypatch.setattr(engine, "_refused", {})

@@ -277,7 +277,7 @@ def test_paths_by_name(rng: np.random.Generator) -> None:
         ValueRangeError, match="no path 'tensor_core'; there are: reference, fp16_cache, marlin, mar"
     ):
         mj.matmul(x, w, path="tensor_core")
-    for path in ("fp16_cache", "marlin", "marlin_pair", "native"):
+    for path in ("fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native"):
         with pytest.raises(LaunchError, match=f"path '{path}' cannot be taken here: .*x is a GPU array"):
             mj.matmul(x, w, path=path)
     assert_product(mj.matmul(x, w, path="reference"), x, weight64(mj.unpack(w)))
@@ -291,8 +291,10 @@ def test_explain_shows_every_gate(rng: np.random.Generator) -> None:
     answer = mj.explain(activations(rng, 2, w.K), w)
     assert answer.path == "reference"
     assert answer.plan is None
-    assert [a.path for a in answer.answers] == ["reference", "fp16_cache", "marlin", "marlin_pair", "native"]
-    assert [a.chosen for a in answer.answers] == [True, False, False, False, False]
+    assert [a.path for a in answer.answers] == [
+        *("reference", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native")
+    ]
+    assert [a.chosen for a in answer.answers] == [True, False, False, False, False, False]
     lines = str(answer).splitlines()
     assert lines[:2] == ["-> reference", "     [x] x is a NumPy array"]
     at = lines.index("   marlin")
@@ -478,8 +480,10 @@ class PlayedGpu:
         self.kept = np.ascontiguousarray(array).reshape(-1, columns)
         return launch.Matrix(self.kept.ctypes.data, columns, *self.kept.shape)
 
-    def native(self, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix) -> None:
-        self._note("native")
+    def native(self, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix, iteration: Any = None) -> None:
+        self._note("native" if iteration is None else f"iteration {iteration.index}, seed {iteration.seed}")
+        if iteration is not None:
+            w = mj.rounded(w, iteration.index, iteration.seed)
         self._product(x, weight64(mj.unpack(w) if isinstance(w, mj.MarlinWeight) else w), bias, out)
 
 
@@ -633,6 +637,56 @@ def test_swiglu_without_dispatch_or_after_a_refusal(gpu: PlayedGpu, rng: np.rand
     gpu.failing["fused gated"] = LaunchError("no such kernel")
     np.testing.assert_array_equal(mj.matmul_swiglu(x, w), expected)
     assert mj.stats() == {"native": 2}
+
+
+@pytest.mark.parametrize("channel", ["frac4", "sign_bit"])
+def test_cross_iteration_rounding(
+    channel: str, gpu: PlayedGpu, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = mj.quantize(rng.standard_normal((256, 128)).astype(np.float32), 64, rounding=channel)
+    x, bias = activations(rng, 3, 256), activations(rng, 128)
+    plain = mj.matmul(x, w.without_rounding(), bias)
+    assert mj.explain(x, w).path == "native"
+    assert np.array_equal(mj.matmul(x, w, bias), plain)
+    with pytest.raises(LaunchError, match="not so that cross-iteration rounding is on"):
+        mj.matmul(x, w, path="cross_iteration")
+    with mj.iteration(5, seed=2):
+        answer = mj.explain(x, w)
+        assert answer.path == "cross_iteration"
+        at = str(answer).splitlines().index("-> cross_iteration")
+        assert str(answer).splitlines()[at + 1 : at + 4] == [
+            "     [x] x is a GPU array",
+            "     [x] the weight carries a rounding channel",
+            "     [x] cross-iteration rounding is on",
+        ]
+        gpu.calls.clear()
+        y = mj.matmul(x, w, bias)
+        assert np.array_equal(mj.matmul(x, w, bias, path="cross_iteration"), y)
+        assert np.array_equal(mj.matmul(x, w, bias, path="native"), plain), "native is the codes as they are"
+        with mj.dispatch(False):
+            assert mj.explain(x, w).path == "cross_iteration"
+        assert gpu.calls == ["iteration 5, seed 2"] * 2 + ["native"]
+        assert mj.explain(x, w.without_rounding()).path == "native"
+        with pytest.raises(LaunchError, match="not so that the weight carries a rounding channel"):
+            mj.matmul(x, w.without_rounding(), path="cross_iteration")
+        assert mj.explain(x, mj.pack(w.without_rounding())).path == "marlin"
+        monkeypatch.setenv("MARLIN_JIT_CROSS_ITER_ROUND", "0")
+        assert mj.explain(x, w).path == "native"
+    assert (y != plain).any()
+    assert np.array_equal(y, mj.matmul(x, mj.rounded(w, 5, 2), bias))
+    monkeypatch.setenv("MARLIN_JIT_CROSS_ITER_ROUND", "1")
+    assert np.array_equal(mj.matmul(x, w, bias), mj.matmul(x, mj.rounded(w, 0, 0), bias))
+    assert mj.stats() == {"native": 5, "cross_iteration": 3}
+
+
+def test_refused_cross_iteration_rounding_is_not_left_for_other_codes(
+    gpu: PlayedGpu, rng: np.random.Generator
+) -> None:
+    w = mj.quantize(rng.standard_normal((256, 128)).astype(np.float32), 64, rounding="frac4")
+    gpu.failing["iteration 1, seed 0"] = CompileError("no such instruction")
+    with mj.iteration(1), pytest.raises(CompileError, match="no such instruction"):
+        mj.matmul(activations(rng, 3, 256), w)
+    assert gpu.calls == ["iteration 1, seed 0"]
 
 
 @pytest.mark.parametrize("error", [LaunchError("too many registers"), CompileError("no such instruction")])

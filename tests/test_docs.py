@@ -120,6 +120,7 @@ def small_weight(*, symmetric: bool = False) -> mj.MarlinWeight:
 
 def test_explanation_is_what_explain_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MARLIN_JIT_USE_MARLIN", raising=False)
+    monkeypatch.delenv("MARLIN_JIT_CROSS_ITER_ROUND", raising=False)
     printed = str(mj.explain(np.zeros((3, 128), np.float16), small_weight()))
     there = re.compile(r"\[.\] cuBLAS is installed")  # depends on the machine
     shown = block("docs/dispatch.md", "output: explain")
@@ -241,6 +242,14 @@ def test_cupy_example_of_the_readme_runs() -> None:
     exec(compile(block("README.md", "example: cupy"), "README.md, cupy", "exec"), scope)
     assert isinstance(scope["y"], cupy.ndarray)
     assert scope["y"].shape == (16, 2048)
+
+
+def test_rounding_example_prints_what_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MARLIN_JIT_CROSS_ITER_ROUND", raising=False)
+    exec(compile(block("docs/dispatch.md", "example: rounding"), "docs/dispatch.md", "exec"), {})
+    assert capsys.readouterr().out == block("docs/dispatch.md", "output: rounding")
 
 
 def test_stages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import marlin_jit as mj
 from marlin_jit import layout
-from marlin_jit.errors import DTypeError, ShapeError
+from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
 
 FP16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -132,6 +132,11 @@ def test_weights_that_differ(rng: np.random.Generator) -> None:
             replace(a, g_idx=(np.arange(128, dtype=np.int32) % 2)),
             ShapeError,
             "in different activation orders",
+        ),
+        (
+            replace(a, sign_bit=np.zeros(a.shape, np.uint8)),
+            ValueRangeError,
+            "weight 1 carries sign_bit",
         ),
     ]
     for other, error, message in others:

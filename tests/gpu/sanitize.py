@@ -68,6 +68,13 @@ def main() -> None:
         difference = matmul(x, mj.pack(shuffled)) - matmul(x, shuffled)
         assert float(abs(difference).max()) < 0.01
         count += 1
+    for name, end in (("frac4", 16), ("sign_bit", 2)):
+        channel = cupy.asarray(rng.integers(0, end, (256, 64), dtype=np.uint8))
+        for weight in (shuffled, replace(shuffled, g_idx=None)):
+            rounding = replace(weight, **{name: channel})
+            with mj.iteration(3):
+                assert bool((matmul(x, rounding) == matmul(x, mj.rounded(rounding, 3))).all())
+            count += 1
     cupy.cuda.runtime.deviceSynchronize()
     print(f"{count} products right")
 
