@@ -414,7 +414,7 @@ def test_a_refused_launch_falls_to_the_next_path(
 ) -> None:
     tried = []
 
-    def refuse(*arguments: Any) -> None:
+    def refuse(*arguments: Any, gated: bool) -> None:
         tried.append(arguments)
         raise LaunchError("out of registers")
 
