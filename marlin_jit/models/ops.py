@@ -1,9 +1,9 @@
 """What a Llama layer does between its products: norm, rotary positions, attention, SwiGLU.
 
 Each operation is here twice with the same maths: in NumPy, to be read, and as a kernel of ``llama.cu`` for
-CuPy arrays, so that a layer is few launches, nothing waits for the device, and no cuBLAS is needed (whose calls
-CuPy refuses while a CUDA graph is captured). Activations are float16 or bfloat16; in between everything is
-float32, rounded once at the end of an operation.
+CuPy arrays, so that a layer is few launches, nothing waits for the device, and no cuBLAS is needed (whose
+calls CuPy refuses while a CUDA graph is captured). Activations are float16 or bfloat16; in between everything
+is float32, rounded once at the end of an operation.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Tokenizer:
         kind, rule = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre")
         if (kind, rule) != ("gpt2", "smollm"):
             raise mj.CheckpointError(
-                f"{where}: its tokenizer is {kind!r} with pre-tokenizer {rule!r}; 'gpt2' with 'smollm' is what "
-                "is made from GGUF: put the model's tokenizer.json beside it"
+                f"{where}: its tokenizer is {kind!r} with pre-tokenizer {rule!r}; 'gpt2' with 'smollm' "
+                "is what is made from GGUF: put the model's tokenizer.json beside it"
             )
         tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
         types = values.get("tokenizer.ggml.token_type")
