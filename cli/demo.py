@@ -28,7 +28,7 @@ QUESTION = "Why is the sky blue? Answer in two sentences."
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    default=80,
+    default=128,
     show_default=True,
     help="Most tokens that are generated.",
 )

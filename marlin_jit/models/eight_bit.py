@@ -74,7 +74,7 @@ def quantize_8bit(dense: Any, group_size: int = 32, dtype: Any = np.float16) -> 
         w = xp.ascontiguousarray(dense[:, columns].T).astype(np.float32).reshape(-1, groups, group_size)
         with np.errstate(over="ignore", invalid="ignore"):
             d = (xp.abs(w).max(axis=2) / np.float32(127)).astype(dtype).astype(np.float32)
-            if not bool(xp.isfinite((16 * d).astype(dtype)).all()):
+            if not bool(xp.isfinite((16 * d).astype(dtype).astype(np.float32)).all()):
                 raise mj.ValueRangeError(
                     f"weights must be finite, and 16/127 of the largest in a group must fit {np.dtype(dtype)}"
                 )
