@@ -566,6 +566,113 @@ def test_gguf_values_that_are_refused(values: Any, message: str) -> None:
         LlamaConfig.from_gguf(GGUF_VALUES | values)
 
 
+# ---- GGUF -------------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, model: Model, *, tied: bool, extra: str | None = None) -> dict[str, Any]:
+    """Write a model as GGUF by the gguf package; return its weights, dequantized by that package."""
+    gguf = pytest.importorskip("gguf", reason="needs the package `gguf`")
+    c = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(c.layers)
+    writer.add_context_length(c.context)
+    writer.add_embedding_length(c.hidden)
+    writer.add_feed_forward_length(c.intermediate)
+    writer.add_head_count(c.heads)
+    writer.add_head_count_kv(c.kv_heads)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_base)
+    writer.add_layer_norm_rms_eps(c.eps)
+    writer.add_vocab_size(c.vocab)
+    kinds = gguf.GGMLQuantizationType
+    weights: dict[str, Any] = {}
+
+    def add(name: str, array: Any, kind: Any) -> None:
+        data = gguf.quants.quantize(np.ascontiguousarray(array, np.float32), kind)
+        writer.add_tensor(name + ".weight", data, raw_dtype=kind)
+        weights[name] = gguf.quants.dequantize(data, kind)
+
+    add("token_embd", model.embedding, kinds.Q8_0)
+    add("output_norm", model.norm, kinds.F32)
+    for i, layer in enumerate(model.layers):
+        add(f"blk.{i}.attn_norm", layer.attention_norm, kinds.F32)
+        add(f"blk.{i}.ffn_norm", layer.mlp_norm, kinds.F32)
+        for linear in layer.linears:
+            add(linear.name, linear.weight.T, kinds.Q4_1 if "attn" in linear.name else kinds.Q4_0)
+    if tied:
+        weights["output"] = weights["token_embd"]
+    else:
+        add("output", model.head.weight.T, kinds.Q8_0)
+    if extra is not None:
+        add(extra, np.ones(8, np.float32), kinds.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_forward_of_a_gguf_file(tmp_path: Path, tokens: Any, tied: bool) -> None:
+    weights = write_gguf(tmp_path / "model.gguf", random_model(), tied=tied)
+    assert run("pack", tmp_path / "model.gguf", tmp_path / "packed", "--quiet").code == 0
+    model = models.load(tmp_path / "packed", device="cpu")
+    assert (model.config.interleaved, model.config.tied) == (True, tied)
+    head = mj.dequantize(model.head.weight, np.float32)
+    assert np.array_equal((head[:64] + head[64:]).T, weights["output"])
+    sizes = plain_llama.Sizes(2, 4, 2, 1e-5, 10000.0, interleaved=True)
+    exact = plain_llama.logits(list(tokens), weights.get, sizes)
+    found = forward(model, tokens)
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < 2e-3
+
+
+def test_rope_factors_of_a_gguf_file_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", random_model(), tied=True, extra="rope_freqs")
+    assert run("pack", tmp_path / "model.gguf", tmp_path / "packed", "--quiet").code == 0
+    with pytest.raises(mj.CheckpointError, match=r"no use for \(rope_freqs\.weight\)"):
+        models.load(tmp_path / "packed", device="cpu")
+
+
+BYTES = [chr(i) for i in range(33, 127)] + ["Ġ", "ab", "<|im_end|>", "<|im_start|>"]
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": BYTES,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [1] * (len(BYTES) - 2) + [3, 3],
+}
+
+
+def test_tokenizer_of_gguf_values() -> None:
+    pytest.importorskip("tokenizers", reason="needs the package `tokenizers`")
+    tokenizer = models.Tokenizer.from_gguf(TOKENIZER)
+    assert tokenizer.size == len(BYTES)
+    ids = tokenizer.encode("ab 12<|im_end|>")
+    assert [BYTES[i] for i in ids] == ["ab", "Ġ", "1", "2", "<|im_end|>"]
+    assert tokenizer.decode(ids) == "ab 12<|im_end|>"
+    assert tokenizer.decode(ids, skip_special=True) == "ab 12"
+    assert tokenizer.chat("a").endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "'gpt2' with pre-tokenizer 'llama-bpe'"),
+        ({"tokenizer.ggml.model": "llama"}, "'llama' with pre-tokenizer 'smollm'"),
+        ({"tokenizer.ggml.tokens": None}, r"tokens is missing, or no list of str"),
+        ({"tokenizer.ggml.merges": [1]}, r"merges is missing, or no list of str"),
+        ({"tokenizer.ggml.token_type": [1]}, "has 98 tokens but the types of 1"),
+        ({"tokenizer.ggml.merges": ["a c"]}, "do not fit together"),
+        ({"tokenizer.ggml.merges": ["abc"]}, "do not fit together"),
+    ],
+)
+def test_tokenizers_that_are_refused(values: Any, message: str) -> None:
+    pytest.importorskip("tokenizers", reason="needs the package `tokenizers`")
+    with pytest.raises(mj.CheckpointError, match=message) as caught:
+        models.Tokenizer.from_gguf(TOKENIZER | values)
+    assert "\n" not in str(caught.value)
+
+
 # ---- the kernels of the GPU, which compile without one ----------------------------------------------------
 
 

@@ -183,17 +183,16 @@ def source() -> str:
 
 
 @cache
-def _module(dtype_name: str, head_dim: int, device: int) -> Any:
-    """The compiled kernels of one device; CuPy keeps the binary on the disk."""
+def _module(dtype: Any, head_dim: int) -> Any:
+    """The kernels of ``llama.cu``, which CuPy compiles for each device that asks and keeps on the disk."""
     import cupy
 
-    return cupy.RawModule(code=source(), options=build_options(dtype_name, head_dim))
+    return cupy.RawModule(code=source(), options=build_options(dtype, head_dim))
 
 
+@cache
 def _kernel(name: str, dtype: Any, head_dim: int = 64) -> Any:
-    import cupy
-
-    return _module(np.dtype(dtype).name, head_dim, cupy.cuda.runtime.getDevice()).get_function(name)
+    return _module(dtype, head_dim).get_function(name)
 
 
 def _row_stride(x: Any) -> int:
