@@ -403,6 +403,37 @@ def test_pack_model_packs_what_is_dense(tokens: Any) -> None:
     assert not again.packed and set(again.left.values()) == {"packed already"}
 
 
+def test_biases_are_packed_with_their_layers(tokens: Any) -> None:
+    model = random_model(bias=True)
+    for linear in model.linears:
+        if linear.bias is not None:
+            linear.bias = linear.bias.astype(np.float32)  # as GGUF files have them
+    before = forward(model, tokens)
+    models.pack_model(model)
+    assert np.linalg.norm(forward(model, tokens) - before) / np.linalg.norm(before) < 0.03
+
+
+def test_layers_left_dense_by_patterns(tmp_path: Path, tokens: Any) -> None:
+    source = FIXTURES / "checkpoints" / CHECKPOINTS[1]
+    for name, options in (("all", ()), ("some", ("--exclude", "*.q_proj", "--exclude", "*.down_proj"))):
+        assert run("pack", source, tmp_path / name, "--quiet", *options).code == 0
+    whole = forward(models.load(tmp_path / "all", device="cpu", pack=False), tokens)
+    part = models.load(tmp_path / "some", device="cpu", pack=False)
+    assert [linear.packed for linear in part.layers[0].linears] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+    np.testing.assert_allclose(forward(part, tokens), whole, atol=0.01)
+    packed = models.load(tmp_path / "some", device="cpu")
+    assert [linear.eight_bit for linear in packed.layers[0].linears] == [True, *[False] * 5, True]
+    assert np.linalg.norm(forward(packed, tokens) - whole) / np.linalg.norm(whole) < 0.02
+
+
 def test_pack_model_says_what_it_leaves(tokens: Any) -> None:
     config = replace(TINY, intermediate=50)
     model = random_model(config)

@@ -197,6 +197,7 @@ class _Weights:
     def linear(self, role: str, K: int, N: int, layer: int | None = None) -> Linear:
         name = self._name(role, layer)
         bias = self._bias(name, N)
+        bias = None if bias is None else self._place(bias)
         if name not in self._packed:
             return Linear(name, self.dense(role, (N, K), layer).T, bias)
         self._unused.discard(name)
@@ -212,9 +213,7 @@ class _Weights:
                 f"{self._path}: layer {name} is {weight.dtype}, those before it {self.dtype}; a "
                 "model is of one dtype"
             )
-        return Linear(
-            name, self._place(weight), None if bias is None else self._place(bias.astype(self.dtype))
-        )
+        return Linear(name, self._place(weight), None if bias is None else bias.astype(self.dtype))
 
     def dense(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> Any:
         return self._place(self._tensor(f"{self._name(role, layer)}.weight", shape))

@@ -77,6 +77,8 @@ def _pack(linear: Linear, bits: int, dtype: np.dtype[Any], report: PackReport) -
     quantize = quantize_8bit if bits == 8 else mj.quantize
     linear.weight = mj.pack(quantize(dense, group_size=GROUP_SIZE, dtype=dtype))
     linear.eight_bit = bits == 8
+    if linear.bias is not None:
+        linear.bias = linear.bias.astype(dtype)
     linear.drop_dense()
     report.packed[linear.name] = linear.weight.nbytes
     report.bytes_added += linear.weight.nbytes
