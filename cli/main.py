@@ -47,6 +47,9 @@ COMMANDS = {
     "info": LazyCommand("marlin_jit.cli.info", "info", "Show device, driver, compiler and cache."),
     "warmup": LazyCommand("marlin_jit.cli.warmup", "warmup", "Compile kernels ahead of their first use."),
     "bench": LazyCommand("marlin_jit.cli.bench", "bench", "Time the kernels on this machine."),
+    "score": LazyCommand("marlin_jit.cli.score", "score", "Tell how well a packed model predicts a text."),
+    "generate": LazyCommand("marlin_jit.cli.generate", "generate", "Let a packed model go on with a text."),
+    "demo": LazyCommand("marlin_jit.cli.demo", "demo", "Pack, score and run a small language model."),
 }
 
 

@@ -267,6 +267,14 @@ def test_compile_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith(" 0\n")  # nothing spilled
 
 
+def test_models_example_runs(packed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the tiny Llama, whose text makes no sense."""
+    pytest.importorskip("tokenizers", reason="needs the package `tokenizers`")
+    code = block("docs/models.md", "example: models").replace("smollm2-marlin", "tiny-llama-marlin")
+    exec(compile(code, "docs/models.md", "exec"), {})
+    assert float(capsys.readouterr().out.split("perplexity ")[-1]) > 1
+
+
 def test_readme_keeps_its_two_commands() -> None:
     """What .ci/run extracts: one line each, for the extra that the README recommends."""
     first = block("README.md", "first command").splitlines()

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = (".py", ".cu", ".cuh", ".typed")
+SHIPPED = (".py", ".cu", ".cuh", ".txt", ".typed")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_only_the_cuda_extras_bring_cupy(metadata: Message) -> None:
     cupy = {extra: [name for name in names if "cupy" in name] for extra, names in brings.items()}
     assert cupy.pop("cuda12") == ["cupy-cuda12x"]
     assert cupy.pop("cuda13") == ["cupy-cuda13x"]
-    assert set(cupy) == {"", "bench", "gguf", "plot", "test"}
+    assert set(cupy) == {"", "bench", "gguf", "models", "plot", "test"}
     assert not any(cupy.values())
     assert brings[""] == ["click", "ml_dtypes", "numpy", "rich", "safetensors"]
 
