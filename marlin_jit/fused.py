@@ -11,7 +11,7 @@ import numpy as np
 from marlin_jit import layout
 from marlin_jit._array import Array, is_device_array, namespace, on_device
 from marlin_jit.errors import DeviceError, DTypeError, ShapeError, ValueRangeError
-from marlin_jit.pack import pack, unpack
+from marlin_jit.pack import dequantize, pack, pad_groups, unpack
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
 _Weight = TypeVar("_Weight", MarlinWeight, QuantWeight)
@@ -41,8 +41,12 @@ def concatenate(weights: Sequence[_Weight]) -> _Weight:
     weights = list(weights)
     _check_alike(weights)
     if isinstance(weights[0], MarlinWeight):
-        return pack(_joined([unpack(w) for w in weights], _side_by_side))
-    return _joined(weights, _side_by_side)
+        return _packed(weights, _side_by_side)
+    with on_device(weights[0].q):
+        zero = None
+        if not all(w.symmetric for w in weights):
+            zero = _side_by_side([_zero(w) for w in weights])
+    return _plain(weights, _side_by_side, zero)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,11 @@ class GateUpWeight:
         """Bytes of the packed arrays."""
         return self.packed.nbytes
 
+    def dequantize(self, dtype: Any = None) -> tuple[Array, Array]:
+        """Return gate and up as dense arrays [K, N]: see :func:`marlin_jit.dequantize`."""
+        gate, up = layout.split_gate_up(dequantize(self.packed, dtype))
+        return gate[:, : self.N], up[:, : self.N]
+
     def to_device(self) -> GateUpWeight:
         """Return this weight with CuPy arrays on the current device."""
         return replace(self, packed=self.packed.to_device())
@@ -111,8 +120,7 @@ def pack_gate_up(gate: _Weight, up: _Weight) -> GateUpWeight:
     _check_alike(pair)
     if gate.N != up.N:
         raise ShapeError(f"gate has N = {gate.N} and up N = {up.N}; they must be equal")
-    plain = [unpack(w) if isinstance(w, MarlinWeight) else w for w in pair]
-    return GateUpWeight(pack(_joined(plain, _interleaved)), gate.N)
+    return GateUpWeight(_packed(pair, _interleaved), gate.N)
 
 
 def _whole_blocks(N: int) -> int:
@@ -132,13 +140,36 @@ def _interleaved(arrays: list[Array]) -> Array:
     return layout.interleave_gate_up(gate, up)
 
 
-def _joined(weights: list[QuantWeight], join: Callable[[list[Array]], Array]) -> QuantWeight:
+_Join = Callable[[list[Array]], Array]
+
+
+def _plain(weights: Sequence[QuantWeight], join: _Join, zero: Array | None) -> QuantWeight:
+    """Join codes and scales."""
     with on_device(weights[0].q):
-        zeros = None
-        if not all(w.symmetric for w in weights):
-            zeros = join([_zero(w) for w in weights])
         codes, scales = join([w.q for w in weights]), join([w.scale for w in weights])
-    return QuantWeight(codes, scales, zeros, weights[0].group_size, weights[0].g_idx)
+    return QuantWeight(codes, scales, zero, weights[0].group_size, weights[0].g_idx)
+
+
+def _packed(weights: Sequence[MarlinWeight | QuantWeight], join: _Join) -> MarlinWeight:
+    """Join and pack. Deltas are joined as they are: made anew from zeros they could move by a last place."""
+    packed = pack(_plain([unpack(w) if isinstance(w, MarlinWeight) else w for w in weights], join, None))
+    if all(w.symmetric for w in weights):
+        return packed
+    with on_device(packed.B):
+        delta = join([_delta(w) for w in weights])
+        delta = layout.permute_scales(pad_groups(namespace(delta), delta, *packed.scales.shape))
+    return replace(packed, delta=delta)
+
+
+def _delta(weight: MarlinWeight | QuantWeight) -> Array:
+    """Deltas [G, N] in plain order."""
+    if isinstance(weight, MarlinWeight):
+        groups = layout.group_count(weight.K, weight.group_size)
+        kept = weight.scales if weight.delta is None else weight.delta
+        delta = layout.permute_scales(kept)[:groups, : weight.N]
+    else:
+        delta = weight.scale if weight.delta is None else weight.delta
+    return namespace(delta).zeros(delta.shape, np.float32) if weight.delta is None else delta
 
 
 def _zero(weight: QuantWeight) -> Array:

@@ -83,10 +83,10 @@ def pack(weight: QuantWeight) -> MarlinWeight:
         B = xp.empty((Kp // layout.TILE_K, 2 * Np), dtype=np.int32)
         (_fill_on_device if is_device_array(B) else _fill_on_host)(B, weight.q, perm)
         groups = layout.group_count(Kp, size)
-        scales = layout.permute_scales(_padded(xp, weight.scale, groups, Np))
+        scales = layout.permute_scales(pad_groups(xp, weight.scale, groups, Np))
         delta = None
         if weight.delta is not None:
-            delta = layout.permute_scales(_padded(xp, weight.delta, groups, Np))
+            delta = layout.permute_scales(pad_groups(xp, weight.delta, groups, Np))
     return MarlinWeight(B, scales, delta, (K, N), size, perm)
 
 
@@ -268,8 +268,8 @@ def _source_rows(weight: MarlinWeight) -> Any:
     return inverse
 
 
-def _padded(xp: Any, array: Array, rows: int, columns: int) -> Array:
-    """`array` [G, N] with zeros appended up to [rows, columns]."""
+def pad_groups(xp: Any, array: Array, rows: int, columns: int) -> Array:
+    """Return `array` [G, N] with zeros appended up to [rows, columns]."""
     if array.shape == (rows, columns):
         return array
     padded = xp.zeros((rows, columns), dtype=array.dtype)

@@ -42,17 +42,19 @@ def test_columns_side_by_side(
 ) -> None:
     rng = np.random.default_rng(seed)
     parts = [weight(rng, 128, N, group, symmetric=s) for N, s in zip(columns, symmetric, strict=False)]
-    whole = mj.concatenate([mj.pack(w) for w in parts] if packed else parts)
+    if packed:
+        parts = [mj.pack(w) for w in parts]
+    whole = mj.concatenate(parts)
     assert isinstance(whole, mj.MarlinWeight if packed else mj.QuantWeight)
     assert whole.shape == (128, sum(columns))
     assert whole.symmetric == all(w.symmetric for w in parts)
-    dense = np.concatenate([mj.dequantize(w, np.float32) for w in parts], axis=1)
-    if whole.symmetric:
-        np.testing.assert_array_equal(mj.dequantize(whole, np.float32), dense)
-    else:  # a zero is kept as float32 - 8*scale, so it may move by its last place
-        np.testing.assert_allclose(mj.dequantize(whole, np.float32), dense, rtol=0, atol=2.0**-24)
-    plain = mj.unpack(whole) if packed else whole
-    np.testing.assert_array_equal(plain.q, np.concatenate([w.q for w in parts], axis=1))
+    dense = [mj.dequantize(w, np.float32) for w in parts]
+    if packed or whole.symmetric:
+        np.testing.assert_array_equal(mj.dequantize(whole, np.float32), np.concatenate(dense, axis=1))
+    else:  # a symmetric part's (q - 8)*scale becomes q*scale - 8*scale
+        np.testing.assert_allclose(
+            mj.dequantize(whole, np.float32), np.concatenate(dense, axis=1), rtol=0, atol=2.0**-24
+        )
 
 
 def test_integer_zero_points_stay_integer(rng: np.random.Generator) -> None:
@@ -75,10 +77,10 @@ def test_gate_and_up_alternate_by_eights(features: int, dtype: np.dtype, rng: np
     assert (w.K, w.N, w.dtype) == (64, features, dtype)
     dense = mj.dequantize(w.packed, np.float32)
     columns = np.arange(features) // 8 * 16 + np.arange(features) % 8
-    for half, source in ((0, gate), (8, up)):  # (q - 8)*scale + delta rounds otherwise than q*scale + zero
-        expected = mj.dequantize(source, np.float32)
-        np.testing.assert_allclose(dense[:, columns + half], expected, rtol=0, atol=2.0**-24)
-        np.testing.assert_array_equal(mj.unpack(w.packed).q[:, columns + half], source.q)
+    assert_same_bits(w.packed.B, mj.pack_gate_up(mj.pack(gate), mj.pack(up)).packed.B)
+    for half, source, apart in zip((0, 8), (gate, up), w.dequantize(np.float32), strict=True):
+        np.testing.assert_array_equal(dense[:, columns + half], mj.dequantize(mj.pack(source), np.float32))
+        np.testing.assert_array_equal(apart, dense[:, columns + half])
     real = {16 * (f // 8) + f % 8 + half for f in range(features) for half in (0, 8)}
     assert not dense[:, sorted(set(range(dense.shape[1])) - real)].any()
 

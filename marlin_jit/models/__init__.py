@@ -17,7 +17,7 @@ from .cache import KVCache
 from .config import LlamaConfig
 from .eight_bit import doubled, quantize_8bit
 from .generation import GraphDecoder, generate
-from .linear import Linear
+from .linear import GateUp, Linear, SideBySide
 from .llama import Layer, Model
 from .loading import load
 from .packing import PackReport, pack_model
@@ -26,6 +26,7 @@ from .text import sample_text
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "GateUp",
     "GraphDecoder",
     "KVCache",
     "Layer",
@@ -34,6 +35,7 @@ __all__ = [
     "Model",
     "PackReport",
     "Score",
+    "SideBySide",
     "Tokenizer",
     "doubled",
     "generate",

@@ -5,7 +5,8 @@ A layer is ::
     x = rms_norm(h);  h += output(attention(rotate(q(x)), rotate(k(x)), v(x)))
     x = rms_norm(h);  h += down(silu(gate(x)) * up(x))
 
-where every product is `mj.matmul` and what lies between is in `ops`.
+where products are `mj.matmul`, q, k and v in one, and gate and up with what joins them in one
+`mj.matmul_swiglu`, and what lies between is in `ops`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import marlin_jit as mj
 from . import ops
 from .cache import KVCache
 from .config import LlamaConfig
-from .linear import Linear, module_of
+from .linear import GateUp, Linear, SideBySide, module_of
 
 if TYPE_CHECKING:
     from .generation import GraphDecoder
@@ -35,27 +36,16 @@ class Layer:
     """The weights of one layer."""
 
     attention_norm: Any  # float32 [hidden]
-    q: Linear
-    k: Linear
-    v: Linear
+    qkv: SideBySide
     output: Linear
     mlp_norm: Any  # float32 [hidden]
-    gate: Linear
-    up: Linear
+    gate_up: GateUp
     down: Linear
-
-    def qkv(self, x: Any) -> tuple[Any, Any, Any]:
-        """Return queries, keys and values of `x`."""
-        return self.q(x), self.k(x), self.v(x)
-
-    def mlp(self, x: Any) -> Any:
-        """Return ``down(silu(gate(x)) * up(x))``."""
-        return self.down(ops.swiglu(self.gate(x), self.up(x)))
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All products of the layer."""
-        return (self.q, self.k, self.v, self.output, self.gate, self.up, self.down)
+        return (*self.qkv.linears, self.output, *self.gate_up.linears, self.down)
 
 
 class Model:
@@ -145,7 +135,7 @@ class Model:
             )
             delta = layer.output(ops.attention(q, keys, values, cache.position))
             x = ops.add_rms_norm(h, delta, layer.mlp_norm, self.config.eps)
-            delta = layer.mlp(x)
+            delta = layer.down(layer.gate_up(x))
         cache.advance(count)
         if last_only and count > 1:
             h, delta = (self.xp.ascontiguousarray(part[:, -1:]) for part in (h, delta))
@@ -168,6 +158,16 @@ class Model:
             bad = next(int(t) for t in array if not 0 <= t < self.config.vocab)
             raise mj.ValueRangeError(f"token {bad} is outside the vocabulary of {self.config.vocab}")
         return array.astype(np.int32)
+
+    def fuse(self) -> int:
+        """Join q, k and v to one product, and gate and up to another, where they are packed alike.
+
+        Returns
+        -------
+        int
+            How many such pairs and triples are joined now.
+        """
+        return sum(layer.qkv.fuse() + layer.gate_up.fuse() for layer in self.layers)
 
     def cache_dense(self) -> Model:
         """On NumPy, keep every weight as float32 too: 4 bytes a weight, for products without dequantizing.

@@ -13,7 +13,7 @@ import numpy as np
 import marlin_jit as mj
 
 from .config import LlamaConfig
-from .linear import Linear
+from .linear import GateUp, Linear, SideBySide
 from .llama import Layer, Model
 from .packing import pack_model
 
@@ -55,7 +55,7 @@ GGUF_NAMES = {
 _IGNORED = (".rotary_emb.inv_freq",)
 
 
-def load(path: str | Path, *, device: Device = "auto", pack: bool = True) -> Model:
+def load(path: str | Path, *, device: Device = "auto", pack: bool = True, fuse: bool = True) -> Model:
     """Load a model.
 
     Parameters
@@ -68,6 +68,8 @@ def load(path: str | Path, *, device: Device = "auto", pack: bool = True) -> Mod
     pack : bool
         Pack layers that are dense, above all the head, as :func:`marlin_jit.models.pack_model` does with its
         defaults. Dense layers on a GPU need cuBLAS.
+    fuse : bool
+        Join q, k and v, and gate and up, as :meth:`Model.fuse` does.
 
     Returns
     -------
@@ -100,6 +102,8 @@ def load(path: str | Path, *, device: Device = "auto", pack: bool = True) -> Mod
     model = Model(config, table.astype(dtype), layers, norm, head)
     if pack:
         pack_model(model)
+    if fuse:
+        model.fuse()
     return model
 
 
@@ -166,13 +170,17 @@ def _layer(weights: _Weights, config: LlamaConfig, i: int) -> Layer:
     queries, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return Layer(
         attention_norm=weights.norm("attention_norm", config.hidden, i),
-        q=weights.linear("q", config.hidden, queries, i),
-        k=weights.linear("k", config.hidden, shared, i),
-        v=weights.linear("v", config.hidden, shared, i),
+        qkv=SideBySide(
+            weights.linear("q", config.hidden, queries, i),
+            weights.linear("k", config.hidden, shared, i),
+            weights.linear("v", config.hidden, shared, i),
+        ),
         output=weights.linear("output", queries, config.hidden, i),
         mlp_norm=weights.norm("mlp_norm", config.hidden, i),
-        gate=weights.linear("gate", config.hidden, config.intermediate, i),
-        up=weights.linear("up", config.hidden, config.intermediate, i),
+        gate_up=GateUp(
+            weights.linear("gate", config.hidden, config.intermediate, i),
+            weights.linear("up", config.hidden, config.intermediate, i),
+        ),
         down=weights.linear("down", config.intermediate, config.hidden, i),
     )
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,10 @@ def packed_pair(dtype: Any = np.float16, **options: Any) -> tuple[Model, Model]:
     pair = random_model(dtype=dtype, **options), random_model(dtype=dtype, **options)
     for model in pair:
         models.pack_model(model)
-    return pair[0], moved(pair[1])
+    pair[0].fuse()
+    device = moved(pair[1])
+    device.fuse()
+    return pair[0], device
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -158,6 +162,20 @@ def test_logits_are_those_of_numpy(rng: np.random.Generator, dtype: Any, bias: b
     found = device.forward(cp.asarray(tokens), device.new_cache(40, 2)).get().astype(np.float32)
     bound = 3e-3 if dtype is np.float16 else 2.4e-2
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < bound
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_joined_products_are_the_products_apart(rng: np.random.Generator, bits: Any) -> None:
+    model = random_model()
+    models.pack_model(model, bits=bits)
+    device = moved(model)
+    tokens = cp.asarray(rng.integers(0, TINY.vocab, (1, 30)).astype(np.int32))
+    apart = device.forward(tokens, device.new_cache(30)).get().astype(np.float64)
+    assert device.fuse() == 4
+    mj.reset_stats()
+    together = device.forward(tokens, device.new_cache(30)).get().astype(np.float64)
+    assert np.linalg.norm(together - apart) / np.linalg.norm(apart) < 3e-3
+    assert mj.stats() == {"marlin": 9}
 
 
 def test_graph_is_the_loop_of_launches(rng: np.random.Generator) -> None:
@@ -252,10 +270,21 @@ def test_perplexity_with_dispatch_on_and_off(smollm2_model: Model) -> None:
         mj.reset_stats()
         with mj.dispatch(enabled):
             found[enabled] = smollm2_model.score(expected["ids"]).perplexity
-        # Two chunks, 211 products each: every one took the path that was meant.
-        assert mj.stats() == {"marlin" if enabled else "native": 422}
+        # Two chunks, 121 products each: every one took the path that was meant.
+        assert mj.stats() == {"marlin" if enabled else "native": 242}
     assert found[True] == pytest.approx(found[False], rel=3e-3)
     assert found[True] == pytest.approx(expected["perplexity"], rel=3e-3)
+
+
+def test_perplexity_with_the_correction_pair(smollm2_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = json.loads((FIXTURES / "gguf" / "smollm2_moby_dick.json").read_text())["ids"]
+    fused = smollm2_model.score(ids).perplexity
+    mj.reset_stats()
+    for name in ("matmul", "matmul_swiglu"):
+        monkeypatch.setattr(mj, name, partial(getattr(mj, name), path="marlin_pair"))
+    pair = smollm2_model.score(ids).perplexity
+    assert mj.stats() == {"marlin_pair": 242}
+    assert pair == pytest.approx(fused, rel=1e-3)
 
 
 def test_smollm2_logits_are_those_of_numpy(smollm2: Path, smollm2_model: Model) -> None:
