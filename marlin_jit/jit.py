@@ -27,6 +27,7 @@ from typing import Any
 
 from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
+from marlin_jit._driver import launch
 from marlin_jit.device import device_info, is_capturing, unusable
 from marlin_jit.errors import CompileError, LaunchError
 
@@ -37,6 +38,8 @@ Defines = Mapping[str, "int | str"]
 # Bumped when the meaning of a cached file changes without its sources changing.
 _FORMAT_VERSION = 1
 _OLDEST_CAPABILITY = (8, 0)
+OVERLAP = "MARLIN_JIT_OVERLAP"
+"""Environment variable: 0 lets no kernel start before the one before it has ended, 1 (the default) does."""
 # CUfunction_attribute: CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES (static), ..._MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED = 1
 _MAX_DYNAMIC_SHARED = 8
@@ -94,21 +97,30 @@ class Kernel:
         As in `CompiledKernel`.
     dynamic_smem : int
         The largest dynamic shared memory, in bytes, that a launch may ask for.
+    overlaps : bool
+        Whether launches may start before the one before them in the stream has ended.
     """
 
     __slots__ = (
         "_function",
+        "_layout",
+        "_pointer",
         "arch",
         "device_id",
         "dynamic_smem",
         "name",
+        "overlaps",
         "registers",
         "spill_bytes",
         "stack_bytes",
     )
 
-    def __init__(self, function: Any, compiled: CompiledKernel, device_id: int, static_smem: int) -> None:
-        self._function = function
+    def __init__(
+        self, function: Any, compiled: CompiledKernel, device_id: int, static_smem: int, source: str
+    ) -> None:
+        self._function = function  # keeps its module loaded
+        self._pointer: int = function.ptr
+        self._layout = parameter_layout(source, compiled.name)
         self.name = compiled.name
         self.arch = compiled.arch
         self.device_id = device_id
@@ -116,23 +128,25 @@ class Kernel:
         self.spill_bytes = compiled.spill_bytes
         self.stack_bytes = compiled.stack_bytes
         self.dynamic_smem = _DEFAULT_SHARED - static_smem
+        # The device must be able to, and the kernel must wait by itself for what it needs (see ptx.cuh).
+        able = int(compiled.arch.rstrip("a")) >= 90 and "wait_for_previous_grid();" in source
+        self.overlaps = able and os.environ.get(OVERLAP, "1") != "0"
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} sm_{self.arch} on device {self.device_id}, {self.registers} registers>"
 
     def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], smem: int = 0
+        self, grid: tuple[int, int, int], threads: int, args: tuple[Any, ...], smem: int = 0
     ) -> None:
         """Launch on the current stream.
 
         Parameters
         ----------
-        grid, block : tuple of int
-            One to three dimensions each.
-        args : tuple
-            In the kernel's order. Arrays pass as pointers, ``None`` as a null pointer; Python integers
-            pass as 64-bit integers and Python floats as doubles, so give ``numpy.int32`` or
-            ``numpy.float32`` scalars for 32-bit parameters.
+        grid : (int, int, int)
+        threads : int
+            Of a block.
+        args : tuple of int or float
+            In the kernel's order, addresses for pointers.
         smem : int
             Dynamic shared memory in bytes, at most `dynamic_smem`.
 
@@ -142,10 +156,11 @@ class Kernel:
             The driver refused the launch. Nothing has run.
         """
         try:
-            self._function(grid, block, args, smem)
+            stream = import_cupy().cuda.get_current_stream().ptr
+            launch(self._pointer, grid, threads, smem, stream, self._layout, args, overlap=self.overlaps)
         except RuntimeError as error:
             raise LaunchError(
-                f"{self.name} (sm_{self.arch}) was refused with grid {grid}, block {block}, "
+                f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "
                 f"{smem} bytes of dynamic shared memory: {error}"
             ) from error
 
@@ -530,7 +545,30 @@ def _load_on_device(
         except RuntimeError as again:
             raise _cannot_load(compiled, device_id, again) from again
     static_smem = cupy.cuda.driver.funcGetAttribute(_STATIC_SHARED, function.ptr)
-    return Kernel(function, compiled, device_id, static_smem)
+    return Kernel(function, compiled, device_id, static_smem, _read_sources(root)[0][source])
+
+
+_PARAMETERS = {"int64_t": "q", "int": "i", "uint32_t": "I", "float": "f"}
+
+
+def parameter_layout(text: str, name: str) -> str:
+    """The parameters of a kernel of this text as `marlin_jit._driver.launch` takes them.
+
+    Raises
+    ------
+    CompileError
+        A parameter of another type.
+    """
+    text = re.sub(r"//[^\n]*", "", text)
+    found = re.search(rf"__global__[^{{;]*?\b{name}\(([^()]*)\)\s*{{", text)
+    layout = ""
+    for parameter in found[1].split(",") if found and found[1].strip() else ():
+        words = parameter.replace("const", "").split()
+        kind = "P" if "*" in parameter else _PARAMETERS.get(words[0])
+        if kind is None:
+            raise CompileError(f"parameter {parameter.strip()!r} of {name}: of no type that is passed")
+        layout += kind
+    return layout
 
 
 def _get_function(cupy: Any, compiled: CompiledKernel) -> Any:

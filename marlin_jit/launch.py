@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from marlin_jit._array import BFLOAT16, Array
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
@@ -94,15 +92,15 @@ def marlin(
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
     zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
     padded_k, padded_n = weight.padded_shape
-    tail: tuple[Any, ...] = (partials, counters)
+    tail: tuple[int, ...] = (_address(partials), _address(counters))
     if plan.build.name == "marlin_gemm":
-        tail = (_i32(plan.split_tiles), _i32(plan.each), *tail)
+        tail = (plan.split_tiles, plan.each, *tail)
     args = (
-        *(x.pointer, x.stride, weight.B, weight.scales, zeros, bias, out.pointer, out.stride),
-        *(_i32(x.rows), _i32(out.columns), _i32(whole_vectors(weight.K)), _i32(padded_n), _i32(padded_k)),
-        *(_i32(gated), *tail),
+        *(x.pointer, x.stride, *map(_address, (weight.B, weight.scales, zeros, bias))),
+        *(out.pointer, out.stride),
+        *(x.rows, out.columns, whole_vectors(weight.K), padded_n, padded_k, gated, *tail),
     )
-    kernel(plan.grid, (plan.threads,), args, plan.smem)
+    kernel((*plan.grid, 1), plan.threads, args, plan.smem)
 
 
 def load(plan: Plan) -> None:
@@ -131,11 +129,11 @@ def group_sums(x: Matrix, weight: MarlinWeight) -> Array:
     sums = scratch.get("group sums", 4 * -(-x.rows // 16) * 16 * groups)
     kernel = _kernel(_sums_build(weight.group_size, weight.dtype == BFLOAT16))
     args = (
-        *(x.pointer, x.stride, sums, _i32(x.rows), _i32(whole_vectors(x.columns)), _i32(groups)),
-        *(delta, delta.size),
+        *(x.pointer, x.stride, _address(sums), x.rows, whole_vectors(x.columns), groups),
+        *(_address(delta), delta.size),
     )
     lanes = 32 if weight.group_size == -1 else weight.group_size // 8
-    kernel((-(-x.rows * groups * lanes // 256),), (256,), args)
+    kernel((-(-x.rows * groups * lanes // 256), 1, 1), 256, args)
     return sums
 
 
@@ -149,11 +147,11 @@ def correct(sums: Array, weight: MarlinWeight, out: Matrix) -> None:
     for first in range(0, out.rows, rows_a_block * _MAX_GRID_Y):
         rows = min(out.rows - first, rows_a_block * _MAX_GRID_Y)
         args = (
-            *(sums.data.ptr + 4 * first * groups, weight.delta16),
+            *(sums.data.ptr + 4 * first * groups, _address(weight.delta16)),
             *(out.pointer + 2 * first * out.stride, out.stride),
-            *(_i32(rows), _i32(out.columns), _i32(weight.padded_shape[1]), _i32(weight.groups), _i32(groups)),
+            *(rows, out.columns, weight.padded_shape[1], weight.groups, groups),
         )
-        kernel((columns, -(-rows // rows_a_block)), (128,), args)
+        kernel((columns, -(-rows // rows_a_block), 1), 128, args)
 
 
 def correction_group_warps(pieces: int, sm_count: int) -> int:
@@ -186,11 +184,10 @@ def native(
     kernel = _kernel(_native_build(packed, weight.dtype == BFLOAT16, rounding))
     pointers, sizes = _scalar_weight(weight)
     args = (
-        *(x.pointer, x.stride, *pointers, bias, out.pointer, out.stride),
-        *(_i32(x.rows), _i32(weight.N), _i32(weight.K), *sizes),
-        *(channel, np.uint32(key), _i32(phase)),
+        *(x.pointer, x.stride, *pointers, _address(bias), out.pointer, out.stride),
+        *(x.rows, weight.N, weight.K, *sizes, _address(channel), key, phase),
     )
-    kernel((-(-weight.N // 128), min(x.rows, _MAX_GRID_Y)), (128,), args)
+    kernel((-(-weight.N // 128), min(x.rows, _MAX_GRID_Y), 1), 128, args)
 
 
 def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
@@ -199,25 +196,25 @@ def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
     kernel = _kernel(_scalar_build("dequantize.cu", "dequantize", packed, weight.dtype == BFLOAT16))
     pointers, sizes = _scalar_weight(weight)
     source_row = weight.perm if isinstance(weight, MarlinWeight) else None
-    args = (*pointers, source_row, out, _i32(weight.N), _i32(weight.K), *sizes)
-    kernel((-(-weight.N // 256), min(weight.K, _MAX_GRID_Y)), (256,), args)
+    args = (*pointers, _address(source_row), _address(out), weight.N, weight.K, *sizes)
+    kernel((-(-weight.N // 256), min(weight.K, _MAX_GRID_Y), 1), 256, args)
 
 
 def swiglu(y: Matrix, out: Matrix, *, bfloat16: bool) -> None:
     """``out = silu(gate) * up`` of a product `y` with eight columns of gate and eight of up in turn."""
     kernel = _kernel(_swiglu_build(bfloat16))
-    args = (y.pointer, y.stride, out.pointer, out.stride, _i32(out.rows), _i32(out.columns))
-    kernel((-(-out.columns // 256), min(out.rows, _MAX_GRID_Y)), (256,), args)
+    args = (y.pointer, y.stride, out.pointer, out.stride, out.rows, out.columns)
+    kernel((-(-out.columns // 256), min(out.rows, _MAX_GRID_Y), 1), 256, args)
 
 
 def gather(x: Matrix, order: Array, out: Matrix) -> None:
     """``out[:, i] = x[:, order[i]]``; what is left of a row's stride becomes zero."""
     kernel = _kernel(_GATHER)
-    args = (x.pointer, x.stride, order, out.pointer, out.stride, _i32(x.rows), _i32(x.columns))
-    kernel((-(-out.stride // 256), min(x.rows, _MAX_GRID_Y)), (256,), args)
+    args = (x.pointer, x.stride, _address(order), out.pointer, out.stride, x.rows, x.columns)
+    kernel((-(-out.stride // 256), min(x.rows, _MAX_GRID_Y), 1), 256, args)
 
 
-def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Codes, scales, delta, group of each row; then columns, groups, group size."""
     size = weight.K if weight.group_size == -1 else weight.group_size
     if isinstance(weight, MarlinWeight):
@@ -226,7 +223,7 @@ def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[Any, ...],
     else:
         pointers = (weight.q, weight.scale, weight.delta, weight.g_idx)
         columns = weight.N
-    return pointers, (_i32(columns), _i32(weight.groups), _i32(size))
+    return tuple(map(_address, pointers)), (columns, weight.groups, size)
 
 
 # ---- builds ---------------------------------------------------------------------------------------------
@@ -327,5 +324,5 @@ def _kernel(build: Build, smem: int = 0) -> Kernel:
     return load_kernel(build.source, build.name, _defines(build), dynamic_smem=smem)
 
 
-def _i32(value: int) -> Any:
-    return np.int32(value)  # CuPy passes Python integers as 64 bits
+def _address(array: Array | None) -> int:
+    return 0 if array is None else int(array.data.ptr)

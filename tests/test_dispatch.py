@@ -897,10 +897,11 @@ def test_a_correction_of_more_rows_than_a_grid_holds_is_launched_in_parts(
     )
     monkeypatch.setattr(launch, "current_device", lambda: SimpleNamespace(sm_count=132))
     w = mj.pack(plain_weight(rng, K=192, N=70, group=64))  # 3 groups, in rows of 8 cells
+    monkeypatch.setattr(launch, "_address", lambda array: id(array))
     sums = SimpleNamespace(data=SimpleNamespace(ptr=1 << 40))
     limit = 65535 * 64
     launch.correct(sums, w, launch.Matrix(1 << 20, 72, 2 * limit + 1, 70))
-    assert [grid for grid, _ in launches] == [(2, 65535), (2, 65535), (2, 1)]
+    assert [grid for grid, _ in launches] == [(2, 65535, 1), (2, 65535, 1), (2, 1, 1)]
     assert [args[0] - (1 << 40) for _, args in launches] == [0, 4 * 8 * limit, 2 * 4 * 8 * limit]
     assert [args[2] - (1 << 20) for _, args in launches] == [0, 2 * 72 * limit, 2 * 2 * 72 * limit]
     assert [int(args[4]) for _, args in launches] == [limit, limit, 1]

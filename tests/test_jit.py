@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import multiprocessing
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from marlin_jit import _cupy, _disk_cache, jit
+from marlin_jit import _cupy, _disk_cache, _driver, jit, launch
 from marlin_jit.errors import CompileError, DeviceError, LaunchError, MarlinJitError
 
 try:
@@ -597,11 +598,6 @@ class FakeDriver:
         class Function:
             ptr = 4096
 
-            def __call__(self, grid: Any, block: Any, args: Any, smem: int) -> None:
-                if smem > 227 * 1024:
-                    raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
-                fake.launches.append((grid, block, args, smem))
-
         def set_attribute(function: int, attribute: int, value: int) -> None:
             if value > 227 * 1024:
                 raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
@@ -613,13 +609,27 @@ class FakeDriver:
             funcSetAttribute=set_attribute,
             funcGetAttribute=lambda attribute, function: static_smem[attribute, function](),
         )
-        self.cupy = SimpleNamespace(cuda=SimpleNamespace(Module=Module, runtime=runtime, driver=driver))
+        self.cupy = SimpleNamespace(
+            cuda=SimpleNamespace(
+                Module=Module,
+                runtime=runtime,
+                driver=driver,
+                get_current_stream=lambda: SimpleNamespace(ptr=7),
+            )
+        )
+
+    def launch(self, function: int, *arguments: Any, overlap: bool) -> None:
+        assert function == 4096
+        if arguments[2] > 227 * 1024:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        self.launches.append((*arguments, overlap))
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(jit, "import_cupy", lambda: fake.cupy)
+    monkeypatch.setattr(jit, "launch", fake.launch)
     monkeypatch.setattr(jit, "is_capturing", lambda cupy: fake.capturing)
     monkeypatch.setattr(
         jit, "device_info", lambda number: SimpleNamespace(capability=(8, 0 if number == 0 else 6))
@@ -677,11 +687,103 @@ def test_static_shared_memory_counts_too(kernels: Path, driver: FakeDriver) -> N
 
 def test_launch_passes_everything_on_and_names_what_was_refused(kernels: Path, driver: FakeDriver) -> None:
     kernel = load_scale(kernels)
-    kernel((3,), (32,), (1, None), 64)
-    kernel((3,), (32,), ())
-    assert driver.launches == [((3,), (32,), (1, None), 64), ((3,), (32,), (), 0)]
-    with pytest.raises(LaunchError, match=r"scale \(sm_80\) was refused with grid \(3,\).*300000 bytes"):
-        kernel((3,), (32,), (), 300_000)
+    kernel((3, 1, 1), 32, (4096,), 64)
+    kernel((3, 1, 2), 32, (0,))
+    assert driver.launches == [
+        ((3, 1, 1), 32, 64, 7, "P", (4096,), False),
+        ((3, 1, 2), 32, 0, 7, "P", (0,), False),
+    ]
+    with pytest.raises(LaunchError, match=r"scale \(sm_80\) was refused with grid \(3, 1, 1\).*300000 bytes"):
+        kernel((3, 1, 1), 32, (0,), 300_000)
+
+
+def test_parameters_are_read_from_the_source() -> None:
+    text = """// __global__ void k(no)
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)
+        k(const uint16_t* a, int64_t lda,  // a, b
+          const void *b, int m, uint32_t seed, float f) { if (m) g(a); }"""
+    assert jit.parameter_layout(text, "k") == "PqPiIf"
+    with pytest.raises(CompileError, match="'double x' of k"):
+        jit.parameter_layout('extern "C" __global__ void k(double x) {', "k")
+    found = {build.source: build.name for build in launch.all_builds("90a")}
+    sources = jit._read_sources(None)[0]
+    assert {name: jit.parameter_layout(sources[name], function) for name, function in found.items()} == {
+        "correction.cu": "PPPqiiiii",
+        "decode.cu": "PqPPPPPqiiiiiiPP",
+        "dequantize.cu": "PPPPPPiiiii",
+        "gather.cu": "PqPPqii",
+        "group_sums.cu": "PqPiiiPq",
+        "marlin.cu": "PqPPPPPqiiiiiiiiPP",
+        "native.cu": "PqPPPPPPqiiiiiiPIi",
+        "swiglu.cu": "PqPqii",
+    }
+
+
+def test_arguments_lie_where_the_compiler_puts_parameters() -> None:
+    """Each on a multiple of its own size, as C does for a struct."""
+    arguments = _driver._Arguments("PiqIPf")
+    start = ctypes.addressof(arguments.buffer)
+    assert [place - start for place in arguments.places] == [0, 8, 16, 24, 32, 40]
+    arguments.packing.pack_into(arguments.buffer, 0, 1 << 40, -2, -3, 4, 5, 0.5)
+    kinds = (
+        ctypes.c_uint64,
+        ctypes.c_int32,
+        ctypes.c_int64,
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+        ctypes.c_float,
+    )
+    values = [kind.from_address(place).value for kind, place in zip(kinds, arguments.places, strict=True)]
+    assert values == [1 << 40, -2, -3, 4, 5, 0.5]
+
+
+def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUlaunchConfig and CUlaunchAttribute of cuda.h, written out with ctypes."""
+
+    class Config(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "smem")] + [
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.c_void_p),
+            ("count", ctypes.c_uint),
+        ]
+
+    class Attribute(ctypes.Structure):
+        _fields_ = [
+            ("id", ctypes.c_int),
+            ("pad", ctypes.c_char * 4),
+            ("value", ctypes.c_int),
+            ("rest", ctypes.c_char * 60),
+        ]
+
+    seen: list[Any] = []
+
+    class Library:
+        status = 0
+
+        def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: Any) -> int:
+            c = Config.from_address(config)
+            attribute = Attribute.from_address(c.attributes)
+            first = ctypes.c_int.from_address(ctypes.c_uint64.from_address(places + 8).value).value
+            seen.append((c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.smem, c.stream, c.count, first, extra))
+            assert (attribute.id, attribute.value) == (6, 1)
+            return self.status
+
+        def cuGetErrorName(self, status: int, text: Any) -> None:
+            text._obj.value = b"CUDA_ERROR_ILLEGAL_ADDRESS"
+
+        def cuGetErrorString(self, status: int, text: Any) -> None:
+            text._obj.value = b"an illegal memory access was encountered"
+
+    assert (ctypes.sizeof(Config), ctypes.sizeof(Attribute)) == (56, 72)
+    library = Library()
+    monkeypatch.setattr(_driver, "_library", lambda: library)
+    monkeypatch.setattr(_driver, "_thread", None)
+    for overlap in (True, False):
+        _driver.launch(99, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=overlap)
+    assert seen == [(2, 3, 4, 128, 1, 1, 1000, 7, count, -5, None) for count in (1, 0)]
+    library.status = 700
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"):
+        _driver.launch(99, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=True)
 
 
 def test_cached_code_that_does_not_load_is_compiled_again(

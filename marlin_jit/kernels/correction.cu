@@ -96,6 +96,7 @@ __device__ __forceinline__ void add_to_pair(uint16_t* at, float low, float high)
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     correction(const Float4* sums,  // A fragments, as group_sums.cu leaves them
                const uint16_t* delta, uint16_t* c, int64_t ldc, int m, int n, int padded_n, int groups, int padded_groups) {
+    wait_for_previous_grid();
     __shared__ __align__(16) uint16_t tiles[ROW_WARPS][ROWS][PITCH];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / GROUP_WARPS, group_warp = warp % GROUP_WARPS, in_tile = 32 * group_warp + lane;

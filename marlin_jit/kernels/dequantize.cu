@@ -7,6 +7,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     dequantize(const void* codes, const uint16_t* scales, const float* delta, const int* group_of,
                const int* source_row, uint16_t* out, int n, int k, int columns, int groups, int group_size) {
+    wait_for_previous_grid();
     const Weight w = {codes, scales, delta, group_of, columns, groups, group_size};
     const int column = blockIdx.x * 256 + threadIdx.x;
     if (column >= n) return;

@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     gather_columns(const uint16_t* x, int64_t ldx, const int* order, uint16_t* out, int64_t ldo, int m, int k) {
+    wait_for_previous_grid();
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= ldo) return;
     const int from = i < k ? order[i] : -1;

@@ -20,6 +20,7 @@ constexpr int LANES = GROUP == 0 ? 32 : GROUP / 8;
 extern "C" __global__ void __launch_bounds__(256)
     group_sums(const uint16_t* a, int64_t lda, float* sums, int m, int k, int padded_groups, const uint16_t* delta,
                int64_t deltas) {
+    wait_for_previous_grid();
     const int lane = threadIdx.x % LANES;
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x, cell = thread / LANES;
     if (thread * 64 < deltas) prefetch_l2(delta + thread * 64);

@@ -146,6 +146,16 @@ struct Loader {
     }
 };
 
+// Asks L2 for the weights that a run of units begins with, while the grid before this one still works.
+__device__ __forceinline__ void prefetch_weights(const Problem& p, const Tile& tile, int first, int last) {
+    constexpr int LINES = 2 * WARPS_N * 2;  // of 128 bytes, in a k16 row of the tile
+    const int rows = min((STAGES - 1) * STEPS, (last - first) * STEPS);
+    for (int i = threadIdx.x; i < rows * LINES; i += THREADS) {
+        const int k16 = first * STEPS + i / LINES, n = min(tile.n0 + i % LINES * 16, p.padded_n - 16);
+        if (k16 * 16 < p.padded_k) prefetch_l2(p.b + static_cast<int64_t>(k16) * (2 * p.padded_n) + 2 * n);
+    }
+}
+
 // ---- shared -> registers -> tensor cores --------------------------------------------------------------------------
 
 struct Warp {
@@ -519,6 +529,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int unit = deal.begin(blockIdx.x);
     const int unit_end = deal.end(blockIdx.x);
     int index = split_tiles + blockIdx.x;
+    {
+        const bool dealt = unit < unit_end;
+        const int current = dealt ? unit / units : index;
+        const int first = dealt ? unit - current * units : 0;
+        if (dealt || index < tiles)
+            prefetch_weights(p, tile_at(current, p), first, dealt ? min(units, first + unit_end - unit) : units);
+    }
+    wait_for_previous_grid();
+    let_next_grid_start();
     while (unit < unit_end || index < tiles) {
         const bool dealt = unit < unit_end;
         const int current = dealt ? unit / units : index;

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(128)
     native_int4(const uint16_t* a, int64_t lda, const void* codes, const uint16_t* scales, const float* delta,
                 const int* group_of, const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int columns,
                 int groups, int group_size, const uint8_t* channel, uint32_t seed_key, int phase) {
+    wait_for_previous_grid();
     const Weight w = {codes, scales, delta, group_of, columns, groups, group_size};
     const int column = blockIdx.x * 128 + threadIdx.x;
     if (column >= n) return;

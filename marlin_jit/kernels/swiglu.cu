@@ -6,6 +6,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     swiglu(const uint16_t* y, int64_t ldy, uint16_t* out, int64_t ldo, int m, int n) {
+    wait_for_previous_grid();
     const int column = blockIdx.x * 256 + threadIdx.x;
     if (column >= n) return;
     const int gate = column / 8 * 16 + column % 8;

@@ -38,7 +38,7 @@ def check(kernel: jit.Kernel, smem: int = 1024) -> None:
     import cupy
 
     values = cupy.arange(1000, dtype=np.float32)
-    kernel((4,), (256,), (values, np.int32(1000), np.float32(3)), smem)
+    kernel((4, 1, 1), 256, (values.data.ptr, 1000, 3.0), smem)
     assert (values.get() == np.arange(1000, dtype=np.float32) * 3 + 0.5).all()
 
 
