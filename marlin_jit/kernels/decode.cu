@@ -128,15 +128,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     Sums acc = {};
     float a_sum[4] = {};
-    Vec4 w[STEPS] = {};
+    if (first >= last) {
+        wait_for_previous_grid();
+    } else {
+        Vec4 w[STEPS] = {};
 #pragma unroll
-    for (int i = 0; i < STEPS; i++, next_w += row_bytes)
-        // A last block of 64 k has no upper half.
-        load_stream16_if(w[i], next_w,
-                         first < last && (i < STEPS / 2 || !(padded_k % BLOCK_K != 0 && first + 1 == blocks)));
-    wait_for_previous_grid();
-    let_next_grid_start();
-    if (first < last) {
+        for (int i = 0; i < STEPS; i++, next_w += row_bytes)
+            // A last block of 64 k has no upper half.
+            load_stream16_if(w[i], next_w, i < STEPS / 2 || !(padded_k % BLOCK_K != 0 && first + 1 == blocks));
+        wait_for_previous_grid();
+        let_next_grid_start();
         load_block(mine, p, chunk, first);
         for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
             const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
