@@ -108,7 +108,7 @@ def test_capture_after_a_first_call(kernels: Path) -> None:
     import cupy
 
     values = cupy.zeros(256, dtype=np.float32)
-    args = (values, np.int32(256), np.float32(2))
+    args = (values.data.ptr, 256, 2.0)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -118,7 +118,7 @@ def test_capture_after_a_first_call(kernels: Path) -> None:
         stream.end_capture()
         kernel = load(kernels)
         stream.begin_capture()
-        load(kernels)((1,), (256,), args, 1024)
+        load(kernels)((1, 1, 1), 256, args, 1024)
         graph = stream.end_capture()
         assert kernel is load(kernels)
         for _ in range(3):
