@@ -418,7 +418,8 @@ def _compile(
 
 
 def _options(arch: str, defines: Defines) -> list[str]:
-    options = ["-std=c++17", f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    # NVRTC's own cache would answer without the log that registers and spills are read from; there is ours.
+    options = ["-std=c++17", f"-arch=sm_{arch}", "--ptxas-options=-v", "--no-cache"]
     if os.environ.get("MARLIN_JIT_LINEINFO", "0") not in ("", "0"):
         options.append("-lineinfo")  # source lines for profilers and compute-sanitizer; same machine code
     return options + [f"-D{macro}={value}" for macro, value in sorted(defines.items())]

@@ -64,21 +64,33 @@ def whole_vectors(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def marlin(
-    plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix, *, gated: bool = False
-) -> None:
-    """``out = x @ W (+ bias)`` by a planned kernel, or ``silu(x @ gate) * (x @ up)``.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A launch of a planned kernel, complete but for activations, bias and output; made by `prepare`."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    smem: int
+    weights: tuple[int, ...]
+    sizes: tuple[int, ...]
+    keeps: tuple[Any, ...]  # the arrays whose addresses these are
+
+    def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
+        """Launch, with addresses (0: no bias) and row strides in elements."""
+        args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
+        self.kernel(self.grid, self.threads, args, self.smem)
+
+
+def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:
+    """Get ready to launch a planned kernel on the current device and stream.
 
     Parameters
     ----------
     plan : Plan
         For these rows and this weight, whose zero points are used as the plan's build says.
-    x : Matrix [M, K]
-        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the
-        next one are zero.
-    bias : cupy.ndarray [N] or None
-    out : Matrix [M, N]
-        Its columns are those that are written.
+    rows, columns : int
+        M, and the columns of the output that are written.
     gated : bool
         The weight is gate and up, eight columns of each in turn; there is no bias.
 
@@ -86,21 +98,54 @@ def marlin(
     ------
     CompileError, LaunchError
     """
-    assert bias is None or not gated
     kernel = _kernel(plan.build, plan.smem)
     partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
     zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
-    padded_k, padded_n = weight.padded_shape
-    tail: tuple[int, ...] = (_address(partials), _address(counters))
-    if plan.build.name == "marlin_gemm":
-        tail = (plan.split_tiles, plan.each, *tail)
-    args = (
-        *(x.pointer, x.stride, *map(_address, (weight.B, weight.scales, zeros, bias))),
-        *(out.pointer, out.stride),
-        *(x.rows, out.columns, whole_vectors(weight.K), padded_n, padded_k, gated, *tail),
+    schedule = (plan.split_tiles, plan.each) if plan.build.name == "marlin_gemm" else ()
+    return Prepared(
+        kernel=kernel,
+        grid=(*plan.grid, 1),
+        threads=plan.threads,
+        smem=plan.smem,
+        weights=(_address(weight.B), _address(weight.scales), _address(zeros)),
+        sizes=(
+            *(rows, columns, whole_vectors(weight.K), *reversed(weight.padded_shape), gated),
+            *(*schedule, _address(partials), _address(counters)),
+        ),
+        keeps=(weight.B, weight.scales, zeros, partials, counters),
     )
-    kernel((*plan.grid, 1), plan.threads, args, plan.smem)
+
+
+def marlin(
+    plan: Plan, x: Matrix, weight: MarlinWeight, bias: Any, out: Matrix, *, gated: bool = False
+) -> Prepared:
+    """``out = x @ W (+ bias)`` by a planned kernel, or ``silu(x @ gate) * (x @ up)``.
+
+    Parameters
+    ----------
+    plan, weight, gated
+        As for `prepare`.
+    x : Matrix [M, K]
+        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the
+        next one are zero.
+    bias : cupy.ndarray [N] or None
+    out : Matrix [M, N]
+        Its columns are those that are written.
+
+    Returns
+    -------
+    Prepared
+        For more launches of the same kind on this stream.
+
+    Raises
+    ------
+    CompileError, LaunchError
+    """
+    assert bias is None or not gated
+    prepared = prepare(plan, x.rows, out.columns, weight, gated=gated)
+    prepared(x.pointer, x.stride, _address(bias), out.pointer, out.stride)
+    return prepared
 
 
 def load(plan: Plan) -> None:

@@ -249,13 +249,27 @@ def gemm_plan(
         build=gemm_build(tile, stages, problem),
         grid=(grid, 1),
         threads=tile.threads,
-        smem=smem,
+        smem=_uncrowded(smem, grid, limits),
         split_tiles=split_tiles,
         each=each,
         partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
         counters=split_tiles,
         microseconds=_gemm_microseconds(tile, grid, split_tiles, each, problem, limits),
     )
+
+
+def _uncrowded(smem: int, grid: int, limits: Limits) -> int:
+    """Shared memory of a block, enlarged so that no SM has room for more blocks than its share of the grid.
+
+    Where grids overlap (compute capability 9.0), the blocks of the next one go wherever there is room just
+    then: with room for more than their share some SMs would get too many, others too few.
+    """
+    if limits.major < 9:
+        return smem
+    share = _ceil_div(grid, limits.sm_count)
+    too_much_for_another = limits.smem_per_sm // (share + 1) - _SYSTEM_SMEM + 256
+    most = min(limits.smem_per_block, limits.smem_per_sm // share - _SYSTEM_SMEM) - _STATIC_SMEM
+    return max(smem, too_much_for_another) if too_much_for_another <= most else smem
 
 
 def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:

@@ -295,6 +295,7 @@ class MarlinWeight:
     delta16: Array | None = field(default=None, init=False, repr=False)
     points16: Array | None = field(default=None, init=False, repr=False)
     fp16_cache: Array | None = field(default=None, init=False, repr=False)
+    repeats: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # marlin_jit.repeat's
 
     # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
     __array_ufunc__: ClassVar[None] = None

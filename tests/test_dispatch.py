@@ -512,6 +512,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     monkeypatch.setattr(engine, "_cublas_there", lambda: True)
     monkeypatch.setattr(engine, "scratch", SimpleNamespace(turn=lambda: played.turn))
     monkeypatch.setattr(engine, "_copied", played.copied)
+    monkeypatch.setattr(engine.repeat, "remember", lambda *_: None)  # tests/gpu/test_repeat_gpu.py
     monkeypatch.setattr(engine, "_scratch_array", played.scratch_array)
     monkeypatch.setattr("marlin_jit._cublas.matmul_dense", played.matmul_dense)
     for name in ("marlin", "group_sums", "correct", "native", "swiglu"):

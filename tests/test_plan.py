@@ -137,7 +137,14 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
                     continue
                 assert fitting is not None
                 assert p.smem + STATIC_SMEM <= per_block, (tile, problem)
-                assert fitting[1] * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (tile, problem)
+                for grid in {1, 132, 132 * (fitting[1] - 1) + 1, 132 * fitting[1]}:
+                    p = plan.gemm_plan(tile, grid, 0, 0, problem, limits)
+                    assert p is not None
+                    together = per_sm // (p.smem + STATIC_SMEM + SYSTEM_SMEM)
+                    share = -(-grid // 132)
+                    assert together >= share, (tile, problem, grid)
+                    if major >= 9:  # grids overlap: nor is there room for one block more than the share
+                        assert per_sm // (p.smem + SYSTEM_SMEM) == share, (tile, problem, grid)
             for shape in plan.decode_shapes(problem, limits):
                 p = plan.decode_plan(shape, 1, problem, limits)
                 if p is None:

@@ -137,7 +137,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             // A last block of 64 k has no upper half.
             load_stream16_if(w[i], next_w, i < STEPS / 2 || !(padded_k % BLOCK_K != 0 && first + 1 == blocks));
         wait_for_previous_grid();
-        let_next_grid_start();
         load_block(mine, p, chunk, first);
         for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
             const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
