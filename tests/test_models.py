@@ -443,6 +443,32 @@ def test_joined_products_are_the_products_apart(tokens: Any, bias: bool, bits: A
     assert model.fuse() == (2 if bias else 4)
 
 
+@pytest.mark.parametrize(("rounding", "left"), [("frac4", 0.25), ("sign_bit", 0.6)])
+def test_iterations_average_to_the_unrounded_model(tokens: Any, rounding: Any, left: float) -> None:
+    """Logits of a model whose weights are rounded anew each iteration, against the model they come from."""
+    model = random_model()
+    unrounded = forward(model, tokens).astype(np.float64)
+    for linear in model.linears:
+        linear.weight = mj.quantize(linear.weight, group_size=32, rounding=rounding)
+
+    def error(logits: Any) -> float:
+        return float(np.linalg.norm(logits - unrounded) / np.linalg.norm(unrounded))
+
+    nearest = forward(model, tokens)
+    runs = []
+    for i in range(16):
+        with mj.iteration(i, seed=3):
+            runs.append(forward(model, tokens).astype(np.float64))
+    errors = [error(np.mean(runs[:count], axis=0)) for count in (1, 2, 4, 16)]
+    assert errors[0] > errors[1] > errors[2] >= errors[3]
+    assert errors[3] < left * error(nearest)
+    with mj.iteration(5, seed=3):
+        assert np.array_equal(forward(model, tokens), runs[5])  # reproducible
+    with mj.iteration(5, seed=4):
+        assert not np.array_equal(forward(model, tokens), runs[5])
+    assert np.array_equal(forward(model, tokens), nearest)  # off outside
+
+
 def test_layers_left_dense_by_patterns(tmp_path: Path, tokens: Any) -> None:
     source = FIXTURES / "checkpoints" / CHECKPOINTS[1]
     for name, options in (("all", ()), ("some", ("--exclude", "*.q_proj", "--exclude", "*.down_proj"))):

@@ -134,7 +134,7 @@ class GraphDecoder:
     Parameters
     ----------
     model : Model
-        On a GPU, every layer packed.
+        On a GPU, every layer in 4 bits.
     cache : KVCache
         For one text or several. The decoder works on this cache and no other, from where it stands.
 
@@ -163,7 +163,7 @@ class GraphDecoder:
     def __init__(self, model: Model, cache: KVCache) -> None:
         if model.xp is np:
             raise mj.DeviceError("a CUDA graph needs a model on a GPU; this one is in NumPy")
-        dense = [linear.name for linear in model.linears if not linear.packed]
+        dense = [linear.name for linear in model.linears if not linear.quantized]
         if dense:
             raise mj.DeviceError(
                 f"{dense[0]} is dense, and CuPy's products of dense arrays cannot be captured into a CUDA "

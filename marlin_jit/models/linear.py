@@ -22,7 +22,7 @@ class Linear:
     ----------
     name : str
         As in the model's files.
-    weight : MarlinWeight, or array [K, N]
+    weight : MarlinWeight or QuantWeight, or array [K, N]
     bias : array [N], optional
     eight_bit : bool
         The weight is one of `quantize_8bit`: it has 2K rows.
@@ -46,6 +46,11 @@ class Linear:
         return isinstance(self.weight, mj.MarlinWeight)
 
     @property
+    def quantized(self) -> bool:
+        """Whether the weight is in 4 bits, packed or plain."""
+        return self.packed or isinstance(self.weight, mj.QuantWeight)
+
+    @property
     def K(self) -> int:
         """Input features."""
         return int(self.weight.shape[0]) // (2 if self.eight_bit else 1)
@@ -59,7 +64,7 @@ class Linear:
         """Return the product: [..., K] to [..., N], of `x`'s dtype."""
         if self.cached is not None:
             return self._dense(x, self.cached)
-        if not self.packed:
+        if not self.quantized:
             return self._dense(x, self.weight)
         return mj.matmul(doubled(x) if self.eight_bit else x, self.weight, bias=self.bias)
 
@@ -73,7 +78,7 @@ class Linear:
         self.cached = self._dequantized()
 
     def _dequantized(self) -> Any:
-        if not self.packed:
+        if not self.quantized:
             return np.ascontiguousarray(self.weight, dtype=np.float32)
         dense = mj.dequantize(self.weight, np.float32)
         return dense[: self.K] + dense[self.K :] if self.eight_bit else dense
@@ -98,7 +103,7 @@ class Linear:
             return y.astype(x.dtype).reshape(*x.shape[:-1], self.N)
 
     def __repr__(self) -> str:
-        kind = "dense" if not self.packed else "8-bit as 4-bit" if self.eight_bit else "4-bit"
+        kind = "dense" if not self.quantized else "8-bit as 4-bit" if self.eight_bit else "4-bit"
         cached = "" if self.cached is None else ", cached"
         return f"<Linear {self.name}: {self.K} x {self.N}, {kind}{cached}>"
 

@@ -65,6 +65,8 @@ def pack_model(model: Model, *, bits: Literal[4, 8] = 8, head_bits: Literal[4, 8
     for linear in model.linears:
         if linear.packed:
             report.left[linear.name] = "packed already"
+        elif linear.quantized:
+            report.left[linear.name] = "a plain 4-bit weight: mj.pack packs it"
         elif linear.K % GROUP_SIZE:
             report.left[linear.name] = f"K = {linear.K} is no multiple of {GROUP_SIZE}"
         else:

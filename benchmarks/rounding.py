@@ -1,0 +1,105 @@
+"""Cross-iteration rounding on a whole model: how the mean over iterations approaches the unrounded model.
+
+python -m benchmarks.rounding FOLDER [-o OUT.json] [--group 64] [--tokens 512]
+
+The weights of the packed model in FOLDER are taken as the unrounded ones. They are rounded to 4 bits again in
+larger groups, with a rounding channel; then the model reads a text once for each iteration. Told are the error
+of the mean logits, relative to the unrounded model's, and the perplexity of the mean of so many iterations.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+
+import marlin_jit as mj
+from marlin_jit import models
+
+SCHEMA = "marlin-jit-rounding/1"
+COUNTS = (1, 2, 4, 8, 16, 32)
+RUNS = 32
+PERIOD = 16
+
+
+def logits_of(model: models.Model, ids: Any) -> Any:
+    """Logits [tokens, vocab] in float32."""
+    xp = model.xp
+    tokens = xp.asarray(np.array([ids], np.int32))
+    return model.forward(tokens, model.new_cache(len(ids)))[0].astype(np.float32)
+
+
+def perplexity(xp: Any, logits: Any, ids: Any) -> float:
+    """Of each next token."""
+    values = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
+    chosen = values[xp.arange(len(ids) - 1), xp.asarray(np.array(ids[1:]))]
+    nll = xp.log(xp.exp(values).sum(axis=1, dtype=np.float64)) - chosen
+    return float(xp.exp(nll.mean()))
+
+
+def curve(
+    path: Path, device: Any, ids: Any, rounding: Literal["frac4", "sign_bit"], group_size: int, exact: Any
+) -> dict[str, Any]:
+    """Errors and perplexities of nearest codes, and of means over iterations.
+
+    Iteration i is number ``i % 16`` under seed ``i // 16``: codes repeat after 16, other seeds move others.
+    """
+    model = models.load(path, device=device, fuse=False)
+    xp = model.xp
+    for linear in model.linears:
+        if linear is not model.head:
+            dense = mj.dequantize(linear.weight, np.float32)
+            linear.weight = mj.quantize(dense, group_size=group_size, rounding=rounding)
+
+    def told(logits: Any) -> dict[str, float]:
+        away = float(xp.sqrt(((logits - exact) ** 2).sum() / (exact**2).sum()))
+        return {"error": away, "perplexity": perplexity(xp, logits, ids)}
+
+    found: dict[str, Any] = {"nearest": told(logits_of(model, ids)), "means": {}}
+    total = xp.zeros(exact.shape, np.float64)
+    mj.reset_stats()
+    for i in range(RUNS):
+        with mj.iteration(i % PERIOD, seed=i // PERIOD):
+            total += logits_of(model, ids)
+        if i + 1 in COUNTS:
+            found["means"][i + 1] = told((total / (i + 1)).astype(np.float32))
+    found["paths"] = mj.stats()
+    return found
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--group", "group_size", default=64, help="Of the rounded weights; divides every K.")
+@click.option("--tokens", default=512, help="Of the opening of Moby-Dick.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON).")
+def main(folder: Path, group_size: int, tokens: int, device: Any, output: Path | None) -> None:
+    """Measure the curve on a packed model."""
+    ids = models.Tokenizer.load(folder).encode(models.sample_text())[:tokens]
+    model = models.load(folder, device=device)
+    exact = logits_of(model, ids)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": repr(model),
+        "group_size": group_size,
+        "tokens": len(ids),
+        "unrounded": {"perplexity": perplexity(model.xp, exact, ids)},
+    }
+    del model
+    click.echo(f"unrounded: perplexity {document['unrounded']['perplexity']:.3f}")
+    for rounding in ("frac4", "sign_bit"):
+        found = document[rounding] = curve(folder, device, ids, rounding, group_size, exact)
+        rows = {"nearest": found["nearest"]} | {f"mean of {n}": r for n, r in found["means"].items()}
+        for name, row in rows.items():
+            click.echo(
+                f"{rounding:9s} {name:10s} error {row['error']:.4f}  perplexity {row['perplexity']:.3f}"
+            )
+    if output is not None:
+        output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
