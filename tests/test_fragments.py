@@ -545,3 +545,180 @@ def test_correction_fragments_multiply_sums_with_deltas(
                         h, row, [2 * t, 2 * t + 1]
                     ]
     np.testing.assert_allclose(C, sums[:, :groups] @ delta, rtol=1e-12, atol=1e-12)
+
+
+# ---- models/llama.cu ------------------------------------------------------------------------------------
+
+LLAMA = "../models/llama.cu"
+
+
+def mma(c: np.ndarray, a: list[np.ndarray], b: list[np.ndarray]) -> None:
+    """PTX ISA, m16n8k16: c [32, 4] += a (four registers [32, 2]) * b (two), all in float64."""
+    A, B = np.full((16, 16), np.nan), np.full((16, 8), np.nan)
+    for half in range(2):
+        for r in range(4):
+            A[a_fragment_place(r, half)] = a[r][:, half]
+        for r in range(2):
+            B[2 * T + half + 8 * r, G] = b[r][:, half]
+    C = A @ B
+    for i in range(4):
+        c[:, i] += C[G + 8 * (i // 2), 2 * T + i % 2]
+
+
+def transposed(registers: np.ndarray) -> np.ndarray:
+    """What `ldmatrix.trans` returns where `ldmatrix` would return `registers`."""
+    matrices = registers.reshape(4, 8, 8)  # lane 4g + t has elements 2t, 2t + 1 of row g
+    return matrices.swapaxes(1, 2).reshape(4, 32, 2)
+
+
+class ManyTokens:
+    """One head of `attention_of_many`, by the formulas of its text, in float64 and without rounding."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.c = kernel_source.constants(LLAMA, {"HEAD_DIM": head_dim})
+        calls = re.findall(
+            r"mma\((s|sum)\[(.*?)\], (query\[k\]|p), b\[(\d)\], b\[(\d)\]\);", kernel_source.source(LLAMA)
+        )
+        assert [call[0] + call[2] for call in calls] == ["squery[k]"] * 2 + ["sump"] * 2
+        self.calls = {name: [call[1:] for call in calls if call[0] == name] for name in ("s", "sum")}
+        self.pairs = re.findall(
+            r"rounded_pair\(s\[(.*?)\]\[(\d)\], s\[(.*?)\]\[(\d)\]\)",
+            self.find(r"const unsigned p\[4\] = \{(.*?)\};")[1],
+        )
+
+    @staticmethod
+    def find(pattern: str) -> re.Match[str]:
+        return kernel_source.find(LLAMA, pattern)
+
+    def value(self, text: str, **names: Any) -> Any:
+        return kernel_source.value(text, vars(self.c) | names)
+
+    def tile(self, cache: np.ndarray, rows: int) -> np.ndarray:
+        """`load_tile`: shared memory [TILE * PITCH], of `cache` from the tile's first row on."""
+        memory = np.full(self.c.TILE * self.c.PITCH, np.nan)
+        first, column = (
+            self.value(text.replace("threadIdx.x", "thread"), thread=np.arange(128))
+            for text in self.find(r"int first = (threadIdx[^,]*), column = ([^;]*);").groups()
+        )
+        mine = 8 * np.arange(128)
+        assert self.find(r"mine = from \+ ([^;]*);")[1] == "threadIdx.x * 8"
+        step = self.value(self.find(r"row < TILE; row \+= ([^)]*)\)")[1])
+        read = self.find(r"bytes = (first \+ row < rows) \? 16 : 0;")[1]
+        past = self.find(r'"l"\(mine \+ (.*?)\)')[1]
+        assert self.find(r"shared_address\(&to\[(.*?)\]\[column\]\)")[1] == "first + row"
+        for row in range(0, self.c.TILE, step):
+            names = {"first": first, "row": row, "rows": rows}
+            places = mine + self.value(past, **names)
+            to = (first + row) * self.c.PITCH + column
+            assert np.isnan(memory[to]).all() and (to % 8 == 0).all()
+            for i in range(8):
+                found = np.take(cache, places + i, mode="clip")
+                memory[to + i] = np.where(self.value(read, **names), found, 0)
+        return memory
+
+    def b_fragments(self, memory: np.ndarray, at: np.ndarray) -> np.ndarray:
+        for phase in at.reshape(4, 8):
+            assert len(set(phase // 16 % 8)) == 8, "a bank conflict"
+        return ldmatrix(memory, at)
+
+    def block(self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, start: int, z: int) -> np.ndarray:
+        """What one block writes, NaN elsewhere."""
+        c, find, value = self.c, self.find, self.value
+        tokens, d = q.shape
+        out = np.full(q.shape, np.nan)
+        names: dict[str, Any] = {"g": G, "t": T, "lane": LANE, "tokens": tokens, "start": start}
+        names |= {"length": len(keys), "gridDim_z": -(-tokens // 64), "blockIdx_z": z}
+        names["first"] = value(
+            find(r"const int first = (\(gridDim[^;]*);")[1].replace("Dim.", "Dim_").replace("Idx.", "Idx_"),
+            **names,
+        )
+        end = value(find(r"const int end = (min\(start [^;]*);")[1], **names)
+        warp_first, token = find(r"const int warp_first = ([^,]*), token = ([^;]*);").groups()
+        key_at, value_at = (
+            2 * value(find(rf"const int {name}_at = ([^;]*);")[1], **names) for name in ("key", "value")
+        )
+        key_step, value_step = (find(rf", {name} \+ (2 \* .*?)\);")[1] for name in ("key", "value"))
+        for warp in range(4):
+            names["warp_first"] = value(
+                warp_first.replace("threadIdx.x", "thread"), thread=32 * warp, **names
+            )
+            names["token"] = value(token, **names)
+            query = np.full((d // 16, 4, 32, 2), np.nan)
+            register, which = find(r"query\[([^;]*?)\]\[([^;]*?)\] = from\[8 \* i\] \|").groups()
+            row = find(r"\* tokens \+ min\((.*?), tokens - 1\);")[1]
+            offset = find(r"from = q \+ row \* q_stride \+ head \* HEAD_DIM \+ ([^;]*);")[1]
+            for half in range(2):
+                rows = np.minimum(value(row, half=half, **names), tokens - 1)
+                for i in range(d // 8):
+                    at = 8 * i + value(offset, **names)
+                    to = value(register, i=i), value(which, i=i, half=half)
+                    query[to] = np.stack([q[rows, at], q[rows, at + 1]], axis=1)
+            total, sums = np.zeros((32, 4)), np.zeros((d // 8, 32, 4))
+            maximum = np.full((2, 32), -np.inf)
+            for place in range(0, end, c.TILE):
+                names |= {"place": place, "next": place + c.TILE}
+                if value(find(r"if \((place > [^)]*)\) continue;")[1], **names):
+                    continue
+                k_memory, v_memory = (self.tile(x[place:].ravel(), end - place) for x in (keys, values))
+                s = np.zeros((c.TILE // 8, 32, 4))
+                for k in range(d // 16):
+                    for n in range(c.TILE // 16):
+                        b = self.b_fragments(k_memory, key_at + value(key_step, k=k, n=n))
+                        for to, _, b0, b1 in self.calls["s"]:
+                            mma(s[value(to, n=n)], list(query[k]), [b[int(b0)], b[int(b1)]])
+                if value(find(r"if \((next - 1 > [^)]*)\)")[1], **names):
+                    later = find(r"if \((place \+ 8 \* n .*?)\) s\[n\]\[i\] = -infinity;")[1]
+                    for n in range(c.TILE // 8):
+                        for i in range(4):
+                            s[n, value(later, n=n, i=i, **names), i] = -np.inf
+                for half in range(2):
+                    mine = slice(2 * half, 2 * half + 2)
+                    largest = s[:, :, mine].max(axis=(0, 2)).reshape(8, 4).max(axis=1).repeat(4)
+                    largest = np.maximum(maximum[half], largest * d**-0.5)
+                    shrink = np.exp(maximum[half] - largest)[:, None]
+                    maximum[half] = largest
+                    total[:, mine] *= shrink
+                    sums[:, :, mine] *= shrink
+                    s[:, :, mine] = np.exp(s[:, :, mine] * d**-0.5 - largest[:, None])
+                for k in range(c.TILE // 16):
+                    p = [
+                        np.stack([s[value(i, k=k), :, int(j)], s[value(m, k=k), :, int(n)]], axis=1)
+                        for i, j, m, n in self.pairs
+                    ]
+                    mma(total, p, [np.ones((32, 2))] * 2)
+                    for n in range(d // 16):
+                        b = transposed(self.b_fragments(v_memory, value_at + value(value_step, k=k, n=n)))
+                        for to, _, b0, b1 in self.calls["sum"]:
+                            mma(sums[value(to, n=n)], p, [b[int(b0)], b[int(b1)]])
+            offset = find(r"to = out \+ \(row \* heads \+ head\) \* HEAD_DIM \+ ([^;]*);")[1]
+            column = find(r"\(to \+ (8 \* n)\) = rounded_pair\(sum\[n\]\[2 \* half\] \* share, ")[1]
+            for half in range(2):
+                row = names["token"] + 8 * half
+                stored = ~value(find(r"if \((token \+ 8 \* half >= tokens)\) break;")[1], half=half, **names)
+                for n in range(d // 8):
+                    at = value(offset, **names) + value(column, n=n)
+                    for i in range(2):
+                        assert np.isnan(out[row[stored], at[stored] + i]).all()
+                        result = sums[n, :, 2 * half + i] / total[:, 2 * half]
+                        out[row[stored], at[stored] + i] = result[stored]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "start"),
+    [(16, 65, 63), (32, 17, 50), (64, 16, 0), (64, 70, 33), (64, 130, 1), (128, 65, 31), (256, 33, 15)],
+)
+def test_attention_of_many_tokens(head_dim: int, tokens: int, start: int, rng: np.random.Generator) -> None:
+    """Every token of every block is softmax(q k) v over its own places, with NaN behind the new tokens."""
+    q = rng.standard_normal((tokens, head_dim))
+    keys, values = (np.full((start + tokens + 5, head_dim), np.nan) for _ in range(2))
+    for cache in (keys, values):
+        cache[: start + tokens] = rng.standard_normal((start + tokens, head_dim))
+    kernel = ManyTokens(head_dim)
+    blocks = [kernel.block(q, keys, values, start, z) for z in range(-(-tokens // 64))]
+    assert ((~np.isnan(blocks)).sum(axis=0) == 1).all()  # one block, one thread for each element
+    for token in range(tokens):
+        scores = keys[: start + token + 1] @ q[token] * head_dim**-0.5
+        weights = np.exp(scores - scores.max())
+        expected = weights @ values[: start + token + 1] / weights.sum()
+        np.testing.assert_allclose(np.nansum(blocks, axis=0)[token], expected, rtol=1e-11, atol=1e-12)

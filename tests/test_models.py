@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -764,20 +765,23 @@ def test_tokenizers_that_are_refused(values: Any, message: str) -> None:
 # ---- the kernels of the GPU, which compile without one ----------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90a", "100", "120"])
-def test_kernels_compile_without_spills(arch: str) -> None:
+def test_kernels_compile_without_spills(arch: str, dtype: Any) -> None:
     try:
         nvrtc_version()
     except mj.MarlinJitError as error:
         pytest.skip(f"needs NVRTC: {error}")
     from cupy.cuda import nvrtc
 
-    for dtype, head_dim in ((np.float16, 64), (ml_dtypes.bfloat16, 128)):
+    for head_dim in (8, 16, 32, 64, 128, 256):
         program = nvrtc.createProgram(ops.source(), "llama.cu", [], [])
         options = (*ops.build_options(dtype, head_dim), f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v")
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
-        assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 5
+        kernels = 5 if head_dim == 8 else 6
+        assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels, log
+        assert max(int(size) for size in re.findall(r"(\d+) bytes smem", log)) <= 48 * 1024
         assert "warning" not in log
 
 

@@ -3,7 +3,7 @@
 Each operation is here twice with the same maths: in NumPy, to be read, and as a kernel of ``llama.cu`` for
 CuPy arrays, so that a layer is few launches, nothing waits for the device, and no cuBLAS is needed (whose
 calls CuPy refuses while a CUDA graph is captured). Activations are float16 or bfloat16; in between everything
-is float32, rounded once at the end of an operation.
+is float32, rounded once at the end of an operation. (Tensor cores want weights of attention rounded too.)
 """
 
 from __future__ import annotations
@@ -244,9 +244,13 @@ def _gpu_attention(q: Any, keys: Any, values: Any, position: Any) -> Any:
     _, kv_heads, length, head_dim = keys.shape
     heads = width // head_dim
     out = cupy.empty(q.shape, dtype=q.dtype)
-    _kernel("attention", q.dtype, head_dim)(
-        (tokens, heads, batch),
-        (256,),
+    if tokens >= 16 and head_dim >= 16:  # what one product of a tensor core takes
+        name, grid, threads = "attention_of_many", (heads, batch, -(-tokens // 64)), 128
+    else:
+        name, grid, threads = "attention", (tokens, heads, batch), 256
+    _kernel(name, q.dtype, head_dim)(
+        grid,
+        (threads,),
         (
             *(q, np.int64(_row_stride(q)), keys, values, position, out),
             *(np.int32(n) for n in (tokens, heads, kv_heads, length)),
