@@ -13,7 +13,7 @@ import numpy as np
 from exact import matrix
 
 import marlin_jit as mj
-from marlin_jit import launch, plan
+from marlin_jit import launch, models, plan
 from marlin_jit.device import current_device, unavailable_reason
 from marlin_jit.dispatch import matmul
 
@@ -75,6 +75,47 @@ def main() -> None:
             with mj.iteration(3):
                 assert bool((matmul(x, rounding) == matmul(x, mj.rounded(rounding, 3))).all())
             count += 1
+    gate, up = (
+        mj.QuantWeight(
+            cupy.asarray(rng.integers(0, 16, (192, 72), dtype=np.uint8)),
+            cupy.full((6, 72), 0.02, np.float16),
+            cupy.full((6, 72), -0.1, np.float32),
+            32,
+        )
+        for _ in range(2)
+    )
+    both = mj.pack_gate_up(gate, up)
+    for M in (1, 9, 40):
+        x = cupy.asarray(rng.standard_normal((M, 192)).astype(np.float16))
+        g, u = (
+            x.get().astype(np.float64) @ mj.dequantize(w, np.float32).get().astype(np.float64)
+            for w in (gate, up)
+        )
+        exact = g / (1 + np.exp(-g)) * u
+        for p in plan.plans(launch.problem_of(M, both.packed, asymmetric=True), limits):
+            out = cupy.full((M, 72), np.nan, np.float16)
+            launch.marlin(p, matrix(x), both.packed, None, matrix(out), gated=True)
+            assert np.abs(out.get() - exact).max() < 0.05, p
+            count += 1
+        assert np.abs(mj.matmul_swiglu(x, both, path="native").get() - exact).max() < 0.05
+        count += 1
+    config = models.LlamaConfig(
+        layers=1, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=50, context=128,
+        eps=1e-5, rope_base=1e4, interleaved=False, tied=False,
+    )  # fmt: skip
+    for tokens, start in ((1, 37), (70, 5)):
+        q, k, v = (
+            cupy.asarray(rng.standard_normal((1, tokens, n * 16)).astype(np.float16)) for n in (4, 2, 2)
+        )
+        cache = models.KVCache(config, 80, 1, dtype=np.float16, xp=cupy)
+        cache.position[...] = start
+        h = cupy.asarray(rng.standard_normal((1, tokens, 64)).astype(np.float16))
+        q = models.ops.rotate_and_store(
+            q, k, v, cache.tables, cache.position, cache.keys[0], cache.values[0], False
+        )
+        y = models.ops.attention(q, cache.keys[0], cache.values[0], cache.position)
+        models.ops.add_rms_norm(h, y, cupy.ones(64, np.float32), 1e-5)
+        assert bool(cupy.isfinite(h).all())
     cupy.cuda.runtime.deviceSynchronize()
     print(f"{count} products right")
 
