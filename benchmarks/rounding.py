@@ -4,7 +4,7 @@ python -m benchmarks.rounding FOLDER [-o OUT.json] [--group 64] [--tokens 512]
 
 The weights of the packed model in FOLDER are taken as the unrounded ones. They are rounded to 4 bits again in
 larger groups, with a rounding channel; then the model reads a text once for each iteration. Told are the
-error of the mean logits, relative to the unrounded ones, and the perplexity of the mean of so many iterations.
+error of the logits, relative to the unrounded ones, and the perplexity, after so many iterations.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Scratch:
             It would have to grow while the stream is being captured into a CUDA graph.
         """
         cupy = import_cupy()
-        key = (*_current_order(cupy), purpose)
+        key = (*current_order(cupy), purpose)
         buffer = self._buffers.get(key)
         if buffer is not None and buffer.size >= nbytes:
             return buffer
@@ -212,7 +212,7 @@ class Scratch:
         Hold it while enqueuing launches of which one leaves in scratch memory what the next one reads:
         threads may share a stream (by default all of them do), and theirs must not come in between.
         """
-        order = _current_order(import_cupy())
+        order = current_order(import_cupy())
         lock = self._turns.get(order)
         if lock is None:
             with self._lock:
@@ -232,7 +232,7 @@ class Scratch:
             self._outgrown.clear()
 
 
-def _current_order(cupy: Any) -> tuple[int, int, int]:
+def current_order(cupy: Any) -> tuple[int, int, int]:
     """The current device and stream, within which work is in order; the thread, where that is part of it."""
     stream: int = cupy.cuda.get_current_stream().ptr
     thread = threading.get_ident() if stream == _STREAM_PER_THREAD else 0

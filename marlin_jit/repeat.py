@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from marlin_jit._array import Array
+from marlin_jit.device import current_order
 from marlin_jit.launch import Prepared
 from marlin_jit.weight import MarlinWeight
 
@@ -27,7 +28,7 @@ class Repeat:
     """A kind of call: a prepared launch, and what arrays must be like for it."""
 
     prepared: Prepared
-    device: int
+    device: int  # which is then the current one
     dtype: np.dtype[Any]
     K: int
     out_shape: tuple[int, ...]
@@ -59,7 +60,7 @@ def again(
     if repeat is None:
         return None
     device, dtype, columns = repeat.device, repeat.dtype, repeat.out_shape[-1]
-    if cupy.cuda.runtime.getDevice() != device or not _plain(x, device, dtype):
+    if not _plain(x, device, dtype):
         return None
     bias_address = 0
     if bias is not None:
@@ -77,7 +78,8 @@ def again(
 
 
 def _key(x: Array, bias: Array | None, gated: int) -> tuple[Any, ...]:
-    return x.shape, sys.modules["cupy"].cuda.get_current_stream().ptr, bias is None, gated
+    """Calls of one key differ in addresses alone. Scratch memory belongs to a device and stream."""
+    return x.shape, bias is None, gated, *current_order(sys.modules["cupy"])
 
 
 def _fits(out: Array, cupy: Any, repeat: Repeat) -> bool:

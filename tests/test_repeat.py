@@ -1,0 +1,165 @@
+"""What `marlin_jit.repeat` takes for a call like one before, with stand-ins for CuPy's arrays and streams."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import marlin_jit as mj
+from marlin_jit import device, repeat
+
+FP16 = np.dtype(np.float16)
+K, N = 128, 64
+
+
+class Fake:
+    """An array of a device, of which nothing but its description is looked at."""
+
+    def __init__(self, shape: tuple[int, ...], ptr: int = 1 << 20, dtype: Any = FP16) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.nbytes = int(np.prod(shape)) * self.dtype.itemsize
+        self.flags = SimpleNamespace(c_contiguous=True)
+        self.data = SimpleNamespace(ptr=ptr, device_id=0)
+
+
+class World:
+    """The current device and stream, and what was launched."""
+
+    def __init__(self) -> None:
+        self.device, self.stream = 0, 7
+        self.launches: list[tuple[int, ...]] = []
+        self.prepared = lambda *arguments: self.launches.append(arguments)
+        runtime = SimpleNamespace(getDevice=lambda: self.device)
+        get_current_stream = lambda: SimpleNamespace(ptr=self.stream)  # noqa: E731
+        self.cupy = SimpleNamespace(
+            ndarray=Fake,
+            cuda=SimpleNamespace(runtime=runtime, get_current_stream=get_current_stream),
+            empty=lambda shape, dtype: Fake(shape, 1 << 30, dtype),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setitem(sys.modules, "cupy", world.cupy)
+    return world
+
+
+@pytest.fixture
+def w() -> mj.MarlinWeight:
+    q = np.full((K, N), 9, np.uint8)
+    return mj.pack(mj.QuantWeight(q, np.ones((2, N), np.float16), None, 64))
+
+
+def kept(world: World, w: Any, x: Fake, bias: Any = None, gated: int = 0) -> None:
+    repeat.remember(x, w, bias, gated, world.prepared, "taken")  # type: ignore[arg-type]
+
+
+def test_a_call_like_one_before_is_launched_with_its_own_addresses(world: World, w: Any) -> None:
+    kept(world, w, Fake((2, 3, K)))
+    done = repeat.again(Fake((2, 3, K), ptr=1 << 24), w, None, None, 0)
+    assert done is not None
+    out, remembered = done
+    assert (out.shape, out.dtype, remembered.taken) == ((2, 3, N), FP16, "taken")
+    mine = Fake((2, 3, N), ptr=1 << 26)
+    assert repeat.again(Fake((2, 3, K)), w, None, mine, 0)[0] is mine  # type: ignore[index]
+    assert world.launches == [(1 << 24, K, 0, 1 << 30, N), (1 << 20, K, 0, 1 << 26, N)]
+    kept(world, w, Fake((2, 3, K)), bias=Fake((N,)))
+    assert repeat.again(Fake((2, 3, K)), w, Fake((N,), ptr=48), mine, 0) is not None
+    assert world.launches[-1] == (1 << 20, K, 48, 1 << 26, N)
+
+
+def test_a_new_kind_is_none_before(world: World, w: Any) -> None:
+    x = Fake((5, K))
+    assert repeat.again(x, w, None, None, 0) is None
+    kept(world, w, x)
+    for other in (Fake((6, K)), Fake((1, 5, K)), np.zeros((5, K), np.float16)):
+        assert repeat.again(other, w, None, None, 0) is None
+    assert repeat.again(x, w, Fake((N,)), None, 0) is None
+    assert repeat.again(x, w, None, None, 32) is None
+    world.stream = 8
+    assert repeat.again(x, w, None, None, 0) is None
+    world.stream, world.device = 7, 1
+    assert repeat.again(x, w, None, None, 0) is None
+    world.device = 0
+    assert repeat.again(x, replace(w), None, None, 0) is None  # another weight remembers nothing
+    assert repeat.again(x, w, None, None, 0) is not None
+    assert len(world.launches) == 1
+
+
+def changed(array: Fake, **what: Any) -> Fake:
+    for name, value in what.items():
+        setattr(array.data if name in ("ptr", "device_id") else array, name, value)
+    return array
+
+
+STRIDED = SimpleNamespace(c_contiguous=False)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"ptr": (1 << 20) + 8},
+        {"device_id": 1},
+        {"dtype": np.dtype(np.float32)},
+        {"flags": STRIDED},
+    ],
+)
+def test_arrays_that_are_not_plain_go_the_long_way(world: World, w: Any, what: dict[str, Any]) -> None:
+    kept(world, w, Fake((5, K)))
+    kept(world, w, Fake((5, K)), bias=Fake((N,)))
+    assert repeat.again(changed(Fake((5, K)), **what), w, None, None, 0) is None
+    assert repeat.again(Fake((5, K)), w, None, changed(Fake((5, N), 1 << 26), **what), 0) is None
+    if "ptr" not in what:  # biases are read element by element
+        assert repeat.again(Fake((5, K)), w, changed(Fake((N,), 1 << 22), **what), None, 0) is None
+    assert world.launches == []
+    forgotten = replace(w)
+    kept(world, forgotten, changed(Fake((5, K)), **what))
+    assert bool(forgotten.repeats) == {"ptr", "flags"}.isdisjoint(what)
+
+
+def test_outputs_that_do_not_fit_or_overlap_go_the_long_way(world: World, w: Any) -> None:
+    kept(world, w, Fake((5, K)))
+    kept(world, w, Fake((5, K)), bias=Fake((N,)))
+    x, start = Fake((5, K)), 1 << 20
+    for out in (Fake((5, N + 8), 1 << 26), Fake((5 * N,), 1 << 26), np.zeros((5, N), np.float16)):
+        assert repeat.again(x, w, None, out, 0) is None
+    for at in (start, start + 5 * K * 2 - 16, start - 5 * N * 2 + 16):
+        assert repeat.again(x, w, None, Fake((5, N), at), 0) is None
+    for at in (start + 5 * K * 2, start - 5 * N * 2):
+        assert repeat.again(x, w, None, Fake((5, N), at), 0) is not None
+    assert repeat.again(x, w, Fake((N,), (1 << 26) + 160), Fake((5, N), 1 << 26), 0) is None
+
+
+def test_weights_whose_x_is_copied_or_gathered_are_not_remembered(world: World, w: Any) -> None:
+    q = np.full((100, N), 9, np.uint8)
+    uneven = mj.pack(mj.QuantWeight(q, np.ones((1, N), np.float16), None, -1))
+    kept(world, uneven, Fake((5, 100)))
+    ordered = replace(w, perm=np.arange(K, dtype=np.int32)[::-1].copy())
+    kept(world, ordered, Fake((5, K)))
+    assert uneven.repeats == {} == ordered.repeats
+
+
+def test_threads_do_not_share_what_their_own_streams_keep(world: World, w: Any) -> None:
+    """The stream "per thread" has one number for all threads, and scratch memory for each."""
+    world.stream = device._STREAM_PER_THREAD
+    kept(world, w, Fake((5, K)))
+    assert repeat.again(Fake((5, K)), w, None, None, 0) is not None
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(repeat.again(Fake((5, K)), w, None, None, 0)))
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+def test_kinds_are_bounded(world: World, w: Any) -> None:
+    for m in range(1, 3 * repeat._MOST):
+        kept(world, w, Fake((m, K)))
+        assert 1 <= len(w.repeats) <= repeat._MOST
+        assert repeat.again(Fake((m, K)), w, None, None, 0) is not None
