@@ -46,8 +46,7 @@ def by_path(name: str) -> Iterator[None]:
 def cached(model: models.Model, *, keep: bool) -> None:
     """Give every product its dense float16 weight, or take it away."""
     for linear in model.linears:
-        weight = getattr(linear.weight, "packed", linear.weight)
-        weight.cache_fp16() if keep else weight.drop_fp16()
+        linear.weight.cache_fp16() if keep else linear.weight.drop_fp16()
 
 
 def perplexities(model: models.Model, tokens: list[int]) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ error of the logits, relative to the unrounded ones, and the perplexity, after s
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,13 @@ import click
 import numpy as np
 
 import marlin_jit as mj
+from benchmarks.run import environment
 from marlin_jit import models
+from marlin_jit.bench import read_nvidia_smi
+from marlin_jit.rounding import PERIOD
 
 SCHEMA = "marlin-jit-rounding/1"
 COUNTS = (1, 2, 4, 8, 16)
-PERIOD = 16
 
 
 def logits_of(model: models.Model, ids: Any) -> Any:
@@ -94,11 +97,13 @@ def curve(
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON).")
 def main(folder: Path, group_size: int, tokens: int, device: Any, output: Path | None) -> None:
     """Measure the curve on a packed model."""
+    smi_before = read_nvidia_smi()
     ids = models.Tokenizer.load(folder).encode(models.sample_text())[:tokens]
     model = models.load(folder, device=device)
     exact = logits_of(model, ids)
     document: dict[str, Any] = {
         "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": repr(model),
         "group_size": group_size,
         "tokens": len(ids),
@@ -115,6 +120,7 @@ def main(folder: Path, group_size: int, tokens: int, device: Any, output: Path |
             click.echo(
                 f"{rounding:9s} {name:20s} error {row['error']:.4f}  perplexity {row['perplexity']:.3f}"
             )
+    document["environment"] = environment(smi_before, read_nvidia_smi())
     if output is not None:
         output.write_text(json.dumps(document, indent=1) + "\n")
 

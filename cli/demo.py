@@ -55,6 +55,8 @@ def demo(dst: Path, max_tokens: int, device: Any, as_json: bool) -> None:
     tokenizer = models.Tokenizer.load(dst)
     model = models.load(dst, device=device)
     say(f"loaded on {place_of(model)} in {time.perf_counter() - start:.1f} s: {model}")
+    question = tokenizer.encode(tokenizer.chat(QUESTION))
+    answer = model.generate(question, max_tokens)  # refuses now what it cannot do later
     tokens = tokenizer.encode(models.sample_text())
     say(f"the opening of Moby-Dick, {counted(len(tokens), 'token')}:")
     runs = [measured(model, tokens, enabled) for enabled in (True, False)]
@@ -63,7 +65,6 @@ def demo(dst: Path, max_tokens: int, device: Any, as_json: bool) -> None:
     model.cache_dense()  # in NumPy: every token multiplies by every weight
     say(f"> {QUESTION}")
     start = time.perf_counter()
-    answer = model.generate(tokenizer.encode(tokenizer.chat(QUESTION)), max_tokens)
     told: list[int] = []
 
     def noted() -> Iterator[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+import marlin_jit as mj
 from marlin_jit import models
 from marlin_jit.cli.language import device_option, place_of, stream_text
 from marlin_jit.cli.show import print_json
@@ -63,10 +64,13 @@ def generate(
         raise click.UsageError("--system needs --chat")
     tokenizer = models.Tokenizer.load(model)
     text = tokenizer.chat(prompt, system) if chat else prompt
+    prompt_tokens = tokenizer.encode(text)
+    if not prompt_tokens:
+        raise mj.ShapeError("PROMPT is empty; give at least a word to go on with")
     loaded = models.load(model, device=device).cache_dense()
     start = time.perf_counter()
     tokens = loaded.generate(
-        tokenizer.encode(text), max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        prompt_tokens, max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     if not as_json:
         stream_text(tokenizer.stream(tokens))

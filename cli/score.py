@@ -52,6 +52,8 @@ def score(
     """
     text = models.sample_text() if text_file is None else _read(text_file)
     tokens = models.Tokenizer.load(model).encode(text)
+    if len(tokens) < 2:
+        raise mj.ShapeError(f"{text_file}: a text of {counted(len(tokens), 'token')} has nothing to predict")
     loaded = models.load(model, device=device)
     runs = [
         measured(loaded, tokens, enabled, chunk=chunk, context=context)

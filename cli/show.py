@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,16 @@ def print_line(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
+    """Print JSON; what JSON has no number for (infinite, NaN) becomes a string."""
+    click.echo(json.dumps(_with_json_numbers(value), indent=2, allow_nan=False))
+
+
+def _with_json_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_json_numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_json_numbers(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Console(Console):

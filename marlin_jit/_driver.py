@@ -13,6 +13,8 @@ import threading
 from functools import cache
 from typing import Any
 
+from marlin_jit._cupy import import_cupy
+
 _ATTRIBUTE_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 # CUlaunchConfig: grid, block, shared memory, (pad), stream, attributes, their number, (pad).
@@ -57,6 +59,7 @@ class _Thread(threading.local):
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.config_address = ctypes.addressof(self.config)
         self.arguments: dict[str, _Arguments] = {}
+        self.bound: set[int] = set()
 
 
 _thread: _Thread | None = None
@@ -64,6 +67,7 @@ _thread: _Thread | None = None
 
 def launch(
     function: int,
+    device: int,
     grid: tuple[int, int, int],
     threads: int,
     smem: int,
@@ -79,6 +83,8 @@ def launch(
     ----------
     function : int
         CUfunction.
+    device : int
+        That of the function, which is current.
     grid : (int, int, int)
     threads : int
         Of a block.
@@ -103,6 +109,10 @@ def launch(
     if _thread is None:
         _thread = _Thread()
     mine = _thread
+    if device not in mine.bound:
+        # A thread that has made no call of the runtime yet has a current device but no context of the driver.
+        import_cupy().cuda.runtime.setDevice(device)
+        mine.bound.add(device)
     arguments = mine.arguments.get(layout)
     if arguments is None:
         arguments = mine.arguments[layout] = _Arguments(layout)

@@ -226,7 +226,10 @@ class Scratch:
             return sum(buffer.size for buffer in (*self._buffers.values(), *self._outgrown))
 
     def clear(self) -> None:
-        """Give all buffers back to CuPy's pool. No captured graph that used them may run afterwards."""
+        """Give all buffers back to CuPy's pool, but for those that weights keep for repeated products.
+
+        No captured graph that used them may run afterwards.
+        """
         with self._lock:
             self._buffers.clear()
             self._outgrown.clear()

@@ -397,6 +397,7 @@ def _was_refused(call: Call) -> bool:
 # Errors of a kernel that ran before, which every later call of the driver reports again.
 _BROKEN_CONTEXT = re.compile(
     "ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|ASSERT|HARDWARE_STACK|ECC"
+    "|INVALID_CONTEXT|CONTEXT_IS_DESTROYED"
 )
 
 
@@ -735,7 +736,9 @@ def explain(x: Any, w: Weight | GateUpWeight, bias: Any = None, out: Array | Non
         As `matmul`.
     """
     if isinstance(w, GateUpWeight):
-        call = _checked(x, w.packed, bias, out, gated=w.N)
+        if bias is not None:
+            raise DTypeError("gate and up are multiplied without a bias")
+        call = _checked(x, w.packed, None, out, gated=w.N)
     else:
         call = _checked(x, w, bias, out)
     answers: list[Answer] = []

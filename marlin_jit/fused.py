@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def concatenate(weights: Sequence[_Weight]) -> _Weight:
     ValueRangeError
         A weight with a rounding channel.
     """
-    weights = list(weights)
+    weights = _listed(weights)
     _check_alike(weights)
     if isinstance(weights[0], MarlinWeight):
         return _packed(weights, _side_by_side)
@@ -60,14 +61,26 @@ class GateUpWeight:
         :func:`marlin_jit.layout.interleave_gate_up` puts them; columns from N on are zero.
     N : int
         Output features.
+
+    Raises
+    ------
+    DTypeError, ShapeError
+        No such weight, or an N that does not fit its columns.
     """
 
     packed: MarlinWeight
     N: int
 
+    # NumPy and CuPy both leave `x @ w` to w.__rmatmul__ when this is None.
+    __array_ufunc__: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         if not isinstance(self.packed, MarlinWeight):
             raise DTypeError(f"packed must be a MarlinWeight, got {type(self.packed).__name__}")
+        try:
+            object.__setattr__(self, "N", operator.index(self.N))
+        except TypeError:
+            raise DTypeError(f"N must be an integer, got {self.N!r}") from None
         columns, wanted = self.packed.N, 2 * _whole_blocks(self.N)
         if columns != wanted:
             raise ShapeError(f"gate and up of N = {self.N} have {wanted} columns in all, not {columns}")
@@ -83,9 +96,26 @@ class GateUpWeight:
         return self.packed.dtype
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (K, N) of gate, and of up."""
+        return self.K, self.N
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed arrays."""
         return self.packed.nbytes
+
+    def __rmatmul__(self, x: Array) -> Array:
+        raise DTypeError("x @ w is no product of gate and up: call marlin_jit.matmul_swiglu(x, w)")
+
+    def cache_fp16(self) -> GateUpWeight:
+        """Keep both weights dense, for the path ``fp16_cache``: see :meth:`MarlinWeight.cache_fp16`."""
+        self.packed.cache_fp16()
+        return self
+
+    def drop_fp16(self) -> None:
+        """Free what :meth:`cache_fp16` made."""
+        self.packed.drop_fp16()
 
     def dequantize(self, dtype: Any = None) -> tuple[Array, Array]:
         """Return gate and up as dense arrays [K, N]: see :func:`marlin_jit.dequantize`."""
@@ -179,6 +209,14 @@ def _zero(weight: QuantWeight) -> Array:
     return weight.zero.astype(np.float32)
 
 
+def _listed(weights: Sequence[_Weight]) -> list[_Weight]:
+    try:
+        return list(weights)
+    except TypeError:
+        name = type(weights).__name__
+        raise DTypeError(f"expected a sequence of weights, got {name}: concatenate([a, b])") from None
+
+
 def _check_alike(weights: Sequence[Any]) -> None:
     if not weights:
         raise ShapeError("no weights were given")
@@ -192,7 +230,7 @@ def _check_alike(weights: Sequence[Any]) -> None:
             if getattr(w, name) != getattr(first, name):
                 raise ShapeError(f"weight 0 has {name} {getattr(first, name)}, weight {i} {getattr(w, name)}")
         if w.dtype != first.dtype:
-            raise DTypeError(f"weight 0 is {first.dtype}, weight {i} {w.dtype}: convert one with astype")
+            raise DTypeError(f"weight 0 is {first.dtype}, weight {i} {w.dtype}; they must be of one dtype")
         if _place(w) != _place(first):
             raise DeviceError(f"weight 0 lies on {_place(first)}, weight {i} on {_place(w)}")
         if not _same_order(first, w):

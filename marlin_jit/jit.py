@@ -18,6 +18,7 @@ import importlib.resources
 import logging
 import os
 import re
+import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,7 @@ from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
 from marlin_jit._driver import launch
 from marlin_jit.device import device_info, is_capturing, unusable
-from marlin_jit.errors import CompileError, LaunchError
+from marlin_jit.errors import CompileError, LaunchError, ValueRangeError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ Defines = Mapping[str, "int | str"]
 _FORMAT_VERSION = 1
 _OLDEST_CAPABILITY = (8, 0)
 OVERLAP = "MARLIN_JIT_OVERLAP"
-"""Environment variable: 0 lets no kernel start before the one before it has ended, 1 (the default) does."""
+"""Environment variable: 0 lets no kernel start before the one before it has ended, 1 (the default) does.
+
+Read as a kernel is loaded.
+"""
 # CUfunction_attribute: CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES (static), ..._MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED = 1
 _MAX_DYNAMIC_SHARED = 8
@@ -130,7 +134,10 @@ class Kernel:
         self.dynamic_smem = _DEFAULT_SHARED - static_smem
         # The device must be able to, and the kernel must wait by itself for what it needs (see ptx.cuh).
         able = int(compiled.arch.rstrip("a")) >= 90 and "wait_for_previous_grid();" in source
-        self.overlaps = able and os.environ.get(OVERLAP, "1") != "0"
+        self.overlaps = _overlap_wanted() and able
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a loaded kernel belongs to its process and cannot be copied or pickled")
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} sm_{self.arch} on device {self.device_id}, {self.registers} registers>"
@@ -157,8 +164,12 @@ class Kernel:
         """
         try:
             stream = import_cupy().cuda.get_current_stream().ptr
-            launch(self._pointer, grid, threads, smem, stream, self._layout, args, overlap=self.overlaps)
-        except RuntimeError as error:
+            launch(
+                *(self._pointer, self.device_id, grid, threads, smem, stream),
+                *(self._layout, args),
+                overlap=self.overlaps,
+            )
+        except (RuntimeError, struct.error) as error:
             raise LaunchError(
                 f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "
                 f"{smem} bytes of dynamic shared memory: {error}"
@@ -417,9 +428,18 @@ def _compile(
         return compiled
 
 
+def _overlap_wanted() -> bool:
+    value = os.environ.get(OVERLAP, "1")
+    if value not in ("0", "1"):
+        raise ValueRangeError(f"{OVERLAP} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 def _options(arch: str, defines: Defines) -> list[str]:
     # NVRTC's own cache would answer without the log that registers and spills are read from; there is ours.
-    options = ["-std=c++17", f"-arch=sm_{arch}", "--ptxas-options=-v", "--no-cache"]
+    options = ["-std=c++17", f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    if _nvrtc()[1] >= (12, 9):  # older ones have no cache
+        options.append("--no-cache")
     if os.environ.get("MARLIN_JIT_LINEINFO", "0") not in ("", "0"):
         options.append("-lineinfo")  # source lines for profilers and compute-sanitizer; same machine code
     return options + [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
@@ -558,12 +578,14 @@ def parameter_layout(text: str, name: str) -> str:
     Raises
     ------
     CompileError
-        A parameter of another type.
+        A parameter of another type, or no such kernel.
     """
     text = re.sub(r"//[^\n]*", "", text)
     found = re.search(rf"__global__[^{{;]*?\b{name}\(([^()]*)\)\s*{{", text)
+    if found is None:
+        raise CompileError(f"no __global__ function {name} is found in its source")
     layout = ""
-    for parameter in found[1].split(",") if found and found[1].strip() else ():
+    for parameter in found[1].split(",") if found[1].strip() else ():
         words = parameter.replace("const", "").split()
         kind = "P" if "*" in parameter else _PARAMETERS.get(words[0])
         if kind is None:

@@ -345,6 +345,10 @@ class MarlinWeight:
         cached = "" if self.fp16_cache is None else ", FP16 cache"
         return _summary(self, self.B, self.perm is not None, cached)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: all but addresses of this object's arrays."""
+        return self.__dict__ | {"repeats": {}}
+
     def __rmatmul__(self, x: Array) -> Array:
         """``x @ w``: see :func:`marlin_jit.dispatch.matmul`."""
         from marlin_jit.dispatch import matmul

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def test_seeds_repeat(model: Path) -> None:
         (("score", "MODEL", "nothing.txt"), "nothing.txt: No such file or directory"),
         (("score", SOURCE), "convert it with `marlin-jit pack"),
         (("generate", "MODEL", "text", "--chat"), "the tokenizer has no token <|im_start|>"),
-        (("generate", "MODEL", ""), "expected one row of tokens, at least one"),
+        (("generate", "MODEL", ""), "PROMPT is empty"),
+        (("score", "MODEL", os.devnull), f"{os.devnull}: a text of 0 tokens has nothing to predict"),
         (
             ("generate", "MODEL", "text", "--max-tokens", "600"),
             "more than the 512 that the model was made for",

@@ -152,6 +152,18 @@ def test_weights_that_differ(rng: np.random.Generator) -> None:
         mj.pack_gate_up(a, weight(rng, 128, 41, 64, symmetric=True))
     with pytest.raises(ShapeError, match="have 80 columns in all, not 48"):
         mj.GateUpWeight(mj.pack(weight(rng, 128, 48, 64, symmetric=True)), 40)
+    for bad, message in ((mj.pack(a), "got MarlinWeight"), (5, "got int")):
+        with pytest.raises(DTypeError, match=f"sequence of weights, {message}"):
+            mj.concatenate(bad)  # type: ignore[arg-type]
+    joined = mj.pack_gate_up(a, a)
+    for bad_n in (40.0, None, "a"):
+        with pytest.raises(DTypeError, match="N must be an integer"):
+            mj.GateUpWeight(joined.packed, bad_n)  # type: ignore[arg-type]
+    x = np.zeros((1, 128), np.float16)
+    with pytest.raises(DTypeError, match=r"call marlin_jit.matmul_swiglu"):
+        x @ joined
+    with pytest.raises(DTypeError, match="without a bias"):
+        mj.explain(x, joined, np.zeros(80, np.float16))
     with pytest.raises(DTypeError, match="pack_gate_up"):
         mj.matmul_swiglu(np.zeros((1, 128), np.float16), mj.pack(a))
 

@@ -43,7 +43,7 @@ LINE = 4000
 
 CHECKPOINTS = sorted(path for path in (FIXTURES / "checkpoints").iterdir() if path.is_dir())
 KINDS = ("gptq", "awq", "marlin", "vllm_marlin", "compressed_tensors", "gguf")
-SMALL = sorted(path for kind in KINDS for path in (FIXTURES / kind).iterdir())
+SMALL = sorted(path for kind in KINDS for path in (FIXTURES / kind).iterdir() if path.is_dir())
 
 
 def repeatable(examples: int) -> settings:

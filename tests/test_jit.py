@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import logging
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -21,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from marlin_jit import _cupy, _disk_cache, _driver, jit, launch
-from marlin_jit.errors import CompileError, DeviceError, LaunchError, MarlinJitError
+from marlin_jit.errors import CompileError, DeviceError, LaunchError, MarlinJitError, ValueRangeError
 
 try:
     jit.nvrtc_version()
@@ -618,10 +620,12 @@ class FakeDriver:
             )
         )
 
-    def launch(self, function: int, *arguments: Any, overlap: bool) -> None:
-        assert function == 4096
+    def launch(self, function: int, device: int, *arguments: Any, overlap: bool) -> None:
+        assert (function, device) == (4096, self.device)
         if arguments[2] > 227 * 1024:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        if -1 in arguments[5]:
+            raise struct.error("argument out of range")
         self.launches.append((*arguments, overlap))
 
 
@@ -695,6 +699,53 @@ def test_launch_passes_everything_on_and_names_what_was_refused(kernels: Path, d
     ]
     with pytest.raises(LaunchError, match=r"scale \(sm_80\) was refused with grid \(3, 1, 1\).*300000 bytes"):
         kernel((3, 1, 1), 32, (0,), 300_000)
+    with pytest.raises(LaunchError, match="argument out of range"):
+        kernel((3, 1, 1), 32, (-1,), 64)
+    with pytest.raises(TypeError, match="belongs to its process"):
+        copy.deepcopy(kernel)
+
+
+@pytest.mark.parametrize(("value", "overlaps"), [(None, True), ("1", True), ("0", False)])
+def test_kernels_that_wait_overlap_where_the_device_can(
+    kernels: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, value: str | None, overlaps: bool
+) -> None:
+    monkeypatch.delenv(jit.OVERLAP, raising=False)
+    if value is not None:
+        monkeypatch.setenv(jit.OVERLAP, value)
+    capability = (9, 0)
+    monkeypatch.setattr(jit, "device_info", lambda number: SimpleNamespace(capability=capability))
+    assert not load_scale(kernels).overlaps  # it does not wait
+    assert jit.load_kernel("gather.cu", "gather_columns", {}).overlaps == overlaps
+    capability = (8, 9)
+    monkeypatch.setattr(jit, "_loaded", {})
+    assert not jit.load_kernel("gather.cu", "gather_columns", {}).overlaps
+
+
+def test_another_value_of_the_overlap_switch_is_refused(
+    kernels: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(jit.OVERLAP, "off")
+    with pytest.raises(ValueRangeError, match="MARLIN_JIT_OVERLAP must be 0 or 1, got 'off'"):
+        load_scale(kernels)
+
+
+@pytest.mark.parametrize(("version", "there"), [((12, 4), False), ((12, 9), True), ((13, 0), True)])
+def test_old_compilers_have_no_cache_to_turn_off(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], there: bool
+) -> None:
+    monkeypatch.setattr(jit, "_nvrtc", lambda: (None, version))
+    assert ("--no-cache" in jit._options("90a", {})) == there
+
+
+def test_what_the_compiler_says_is_heard_with_every_cache_of_ours(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC remembers what it compiled, without its log."""
+    for name in ("one", "two"):
+        monkeypatch.setenv("MARLIN_JIT_CACHE_DIR", str(tmp_path / name))
+        compiled = compile_scale(kernels)
+        assert not compiled.cached
+        assert compiled.registers > 0
 
 
 def test_parameters_are_read_from_the_source() -> None:
@@ -703,6 +754,8 @@ def test_parameters_are_read_from_the_source() -> None:
         k(const uint16_t* a, int64_t lda,  // a, b
           const void *b, int m, uint32_t seed, float f) { if (m) g(a); }"""
     assert jit.parameter_layout(text, "k") == "PqPiIf"
+    with pytest.raises(CompileError, match="no __global__ function other"):
+        jit.parameter_layout(text, "other")
     with pytest.raises(CompileError, match="'double x' of k"):
         jit.parameter_layout('extern "C" __global__ void k(double x) {', "k")
     found = {build.source: build.name for build in launch.all_builds("90a")}
@@ -776,14 +829,33 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
 
     assert (ctypes.sizeof(Config), ctypes.sizeof(Attribute)) == (56, 72)
     library = Library()
+    bound: list[tuple[int, int]] = []
+
+    def set_device(number: int) -> None:
+        bound.append((threading.get_ident(), number))
+
+    runtime = SimpleNamespace(setDevice=set_device)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(_driver, "import_cupy", lambda: cupy)
     monkeypatch.setattr(_driver, "_library", lambda: library)
     monkeypatch.setattr(_driver, "_thread", None)
+
+    def launch(device: int, overlap: bool) -> None:
+        _driver.launch(99, device, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=overlap)
+
     for overlap in (True, False):
-        _driver.launch(99, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=overlap)
+        launch(0, overlap)
     assert seen == [(2, 3, 4, 128, 1, 1, 1000, 7, count, -5, None) for count in (1, 0)]
+    # A thread's first launch on a device binds the device's context to it; the driver does not.
+    launch(1, False)
+    thread = threading.Thread(target=launch, args=(0, False))
+    thread.start()
+    thread.join()
+    assert [number for _, number in bound] == [0, 1, 0]
+    assert bound[0][0] == bound[1][0] != bound[2][0]
     library.status = 700
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"):
-        _driver.launch(99, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=True)
+        launch(0, True)
 
 
 def test_cached_code_that_does_not_load_is_compiled_again(

@@ -372,14 +372,49 @@ def test_draws_follow_the_softmax() -> None:
         np.testing.assert_allclose(counts, expected, atol=0.02)
 
 
+def test_logits_that_are_not_finite_are_an_error(tokens: Any) -> None:
+    model = random_model()
+    model.norm[3] = np.nan
+    with pytest.raises(mj.ValueRangeError, match=r"logits for token 1 .* are not finite"):
+        model.score(tokens)
+
+
+def test_a_perplexity_beyond_floats_is_infinite() -> None:
+    assert models.Score(np.array([800.0])).perplexity == float("inf")
+
+
+def test_tokens_of_other_shapes_are_refused(tokens: Any) -> None:
+    model = random_model()
+    for wrong in (tokens, tokens[None, :0], tokens[None, None]):
+        with pytest.raises(mj.ShapeError, match=r"shape \[batch, tokens\]"):
+            model.forward(wrong, model.new_cache(40))
+
+
+def test_joining_keeps_what_was_cached(tokens: Any) -> None:
+    model = random_model()
+    models.pack_model(model)
+    model.cache_dense()
+    cached = forward(model, tokens)
+    model.fuse()
+    assert all(linear.cached is not None for linear in model.linears)
+    np.testing.assert_allclose(forward(model, tokens), cached, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens must not be negative"),
         ({"max_new_tokens": 1000}, "40 tokens and 1000 new ones are more than the 256"),
-        ({"temperature": -1.0}, "temperature must be 0 or positive"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer"),
+        ({"temperature": -1.0}, "temperature must be 0, or 1e-06 or more"),
+        ({"temperature": 1e-320}, "temperature must be 0, or 1e-06 or more"),
         ({"temperature": 1.0, "top_k": -1}, "top_k must be 0"),
+        ({"top_k": -1}, "top_k must be 0"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 5.0}, "top_p must be above 0"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"seed": "a"}, "seed must be an integer"),
+        ({"eos": 3}, "eos must be a sequence of integers"),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused_at_once(tokens: Any, options: Any, message: str) -> None:
@@ -645,6 +680,8 @@ def test_gguf_values() -> None:
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.attention.head_count": [4, 4]}, r"head_count is '\[4, 4\]'; expected a positive integer"),
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scale_linear": 4.0}, "rope scaling 'linear'"),
+        ({"llama.rope.scaling.factor": 8.0}, "rope scaling 'linear'"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8; 16, as of keys"),
         ({"llama.attention.layer_norm_rms_epsilon": "NaN"}, "epsilon is 'NaN'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from dataclasses import replace
@@ -156,6 +158,18 @@ def test_threads_do_not_share_what_their_own_streams_keep(world: World, w: Any) 
     thread.start()
     thread.join()
     assert found == [None]
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_copies_remember_nothing(world: World, w: Any, made: Any) -> None:
+    """What is remembered are addresses of the original's arrays."""
+    w.repeats["something"] = object
+    other = made(w)
+    assert other.repeats == {}
+    other.repeats["else"] = 1
+    assert w.repeats == {"something": object}
+    np.testing.assert_array_equal(other.B, w.B)
+    assert (other.shape, other.group_size) == (w.shape, w.group_size)
 
 
 def test_kinds_are_bounded(world: World, w: Any) -> None:

@@ -132,7 +132,12 @@ class LlamaConfig:
             raise mj.CheckpointError(
                 f"{where}: general.architecture is {architecture!r}; 'llama' is what runs"
             )
-        if (scaling := values.get("llama.rope.scaling.type", "none")) != "none":
+        scaling = values.get("llama.rope.scaling.type")
+        # llama.cpp takes a factor without a type as linear scaling; `scale_linear` is its old name.
+        factors = [values.get(f"llama.rope.{key}") for key in ("scaling.factor", "scale_linear")]
+        if scaling is None and any(factor not in (None, 0, 1) for factor in factors):
+            scaling = "linear"
+        if scaling not in (None, "none"):
             raise mj.CheckpointError(
                 f"{where}: rope scaling {scaling!r}; plain rotary positions are what runs"
             )

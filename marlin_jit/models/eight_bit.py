@@ -23,6 +23,8 @@ import numpy as np
 
 import marlin_jit as mj
 
+from .ops import module_of
+
 __all__ = ["doubled", "quantize_8bit"]
 
 _CHUNK = 1 << 22  # weights quantized at a time: bounds temporary arrays
@@ -48,7 +50,9 @@ def quantize_8bit(dense: Any, group_size: int = 32, dtype: Any = np.float16) -> 
     Raises
     ------
     ShapeError
-        `dense` has not two dimensions, or `group_size` does not divide K.
+        `dense` has not two dimensions or is empty, or `group_size` does not divide K.
+    DTypeError
+        Another dtype.
     ValueRangeError
         Values that are not finite, or so large that 16 times the scale overflows `dtype`.
 
@@ -60,9 +64,13 @@ def quantize_8bit(dense: Any, group_size: int = 32, dtype: Any = np.float16) -> 
     if dense.ndim != 2:
         raise mj.ShapeError(f"a weight has two dimensions [K, N], got shape {dense.shape}")
     K, N = dense.shape
+    if str(dense.dtype) not in ("float16", "bfloat16", "float32"):
+        raise mj.DTypeError(f"a weight is float16, bfloat16 or float32, got {dense.dtype}: convert it")
+    if not dense.size:
+        raise mj.ShapeError(f"the weight is empty: its shape is {dense.shape}")
     if group_size < 1 or K % group_size:
         raise mj.ShapeError(f"group size {group_size} does not divide K = {K}")
-    xp = _module_of(dense)
+    xp = module_of(dense)
     q = xp.empty((2 * K, N), dtype=np.uint8)
     scale = xp.empty((2 * K // group_size, N), dtype=dtype)
     zero = xp.zeros(scale.shape, dtype=np.float32)
@@ -90,14 +98,6 @@ def quantize_8bit(dense: Any, group_size: int = 32, dtype: Any = np.float16) -> 
 
 def doubled(x: Any) -> Any:
     """Return ``[x, x]`` along the last axis: [..., K] becomes [..., 2K]."""
-    out = _module_of(x).empty((*x.shape[:-1], 2, x.shape[-1]), dtype=x.dtype)
+    out = module_of(x).empty((*x.shape[:-1], 2, x.shape[-1]), dtype=x.dtype)
     out[...] = x[..., None, :]
     return out.reshape(*x.shape[:-1], 2 * x.shape[-1])
-
-
-def _module_of(array: Any) -> Any:
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ __all__ = ["GraphDecoder", "generate"]
 
 _PREFILL = 512  # tokens of the prompt that are read at a time
 _MOST_WARM_UPS = 8
+_LEAST_TEMPERATURE = 1e-6  # logits divided by it are finite, and any difference between them decides
 
 
 def generate(
@@ -68,8 +71,11 @@ def generate(
     ShapeError, DTypeError, ValueRangeError
         At once: arguments that make no sense, or a text that with `max_new_tokens` is longer than the model
         was made for.
+    DeviceError
+        At once: a graph is wanted of a model on a GPU with a dense layer.
     """
     ids = model.check_tokens(tokens)
+    max_new_tokens = _integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise mj.ValueRangeError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     length = ids.size + max_new_tokens
@@ -78,8 +84,10 @@ def generate(
             f"{ids.size} tokens and {max_new_tokens} new ones are more than the {model.config.context} that "
             "the model was made for"
         )
-    choose = None if temperature == 0 else _sampler(temperature, top_k, top_p, seed)
-    ends = frozenset(model.config.eos if eos is None else eos)
+    choose = _sampler(temperature, top_k, top_p, seed)
+    ends = frozenset(model.config.eos if eos is None else _integers("eos", eos))
+    if graph and model.xp is not np:
+        check_quantized(model)
     return _tokens(model, ids, max_new_tokens, choose, ends, graph)
 
 
@@ -163,12 +171,7 @@ class GraphDecoder:
     def __init__(self, model: Model, cache: KVCache) -> None:
         if model.xp is np:
             raise mj.DeviceError("a CUDA graph needs a model on a GPU; this one is in NumPy")
-        dense = [linear.name for linear in model.linears if not linear.quantized]
-        if dense:
-            raise mj.DeviceError(
-                f"{dense[0]} is dense, and CuPy's products of dense arrays cannot be captured into a CUDA "
-                "graph: call marlin_jit.models.pack_model(model) first"
-            )
+        check_quantized(model)
         cache.room_for(1)
         import cupy
 
@@ -177,14 +180,16 @@ class GraphDecoder:
         self.tokens = cupy.zeros((cache.batch, 1), dtype=np.int32)
         self.logits: Any = None
         self._pool = cupy.cuda.MemoryPool()
-        self._stream = _stream_of_graphs(cupy.cuda.runtime.getDevice())
-        self._graph = self._captured()
+        self._stream, self._turn = _stream_of_graphs(cupy.cuda.runtime.getDevice())
+        with self._turn:
+            self._graph = self._captured()
 
     def __call__(self, token: int) -> tuple[int, Any]:
         """Read `token` in every text; return the most likely next one (of the first text), and the logits."""
-        with self._stream:
-            self.tokens.fill(token)
-        return int(self.step()[0, 0]), self.logits
+        with self._turn:
+            with self._stream:
+                self.tokens.fill(token)
+            return int(self.step()[0, 0]), self.logits
 
     def step(self) -> NDArray[np.int32]:
         """Read `tokens`, and return what they are then: the most likely next ones, [batch, 1].
@@ -195,9 +200,10 @@ class GraphDecoder:
             The cache is full.
         """
         self._cache.room_for(1)
-        self._graph.launch(self._stream)
-        self._cache.used += 1  # the graph has counted on the device
-        tokens: NDArray[np.int32] = self.tokens.get(stream=self._stream)  # waits for this step
+        with self._turn:
+            self._graph.launch(self._stream)
+            self._cache.used += 1  # the graph has counted on the device
+            tokens: NDArray[np.int32] = self.tokens.get(stream=self._stream)  # waits for this step
         return tokens
 
     def _captured(self) -> Any:
@@ -239,12 +245,39 @@ class GraphDecoder:
 
 
 @cache
-def _stream_of_graphs(device: int) -> Any:
-    """The stream that decoders of a device are captured on and run on; one, so that scratch memory is not
-    allocated anew for each decoder."""
+def _stream_of_graphs(device: int) -> tuple[Any, threading.RLock]:
+    """The stream that decoders of a device are captured on and run on, and whose turn it is there.
+
+    It is one stream, so that scratch memory is not allocated anew for each decoder. What a thread enqueued
+    while another one captures would become part of that one's graph.
+    """
     import cupy
 
-    return cupy.cuda.Stream(non_blocking=True)
+    return cupy.cuda.Stream(non_blocking=True), threading.RLock()
+
+
+def check_quantized(model: Model) -> None:
+    """Raise `DeviceError` if a layer is dense: what CuPy multiplies cannot be captured into a CUDA graph."""
+    dense = [linear.name for linear in model.linears if not linear.quantized]
+    if dense:
+        raise mj.DeviceError(
+            f"{dense[0]} is dense, and CuPy's products of dense arrays cannot be captured into a CUDA "
+            "graph: call marlin_jit.models.pack_model(model) first"
+        )
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise mj.DTypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise mj.DTypeError(f"{name} must be a sequence of integers, got {values!r}") from None
 
 
 def _host(array: Any) -> NDArray[Any]:
@@ -252,14 +285,23 @@ def _host(array: Any) -> NDArray[Any]:
     return host
 
 
-def _sampler(temperature: float, top_k: int, top_p: float, seed: int | None) -> Callable[[NDArray[Any]], int]:
-    """Return what draws a token from a row of logits."""
-    if not 0 < temperature < float("inf"):
-        raise mj.ValueRangeError(f"temperature must be 0 or positive, got {temperature}")
-    if top_k < 0:
+def _sampler(
+    temperature: float, top_k: int, top_p: float, seed: int | None
+) -> Callable[[NDArray[Any]], int] | None:
+    """Return what draws a token from a row of logits; None where the most likely one is taken."""
+    if not (temperature == 0 or _LEAST_TEMPERATURE <= temperature < float("inf")):
+        raise mj.ValueRangeError(
+            f"temperature must be 0, or {_LEAST_TEMPERATURE} or more, got {temperature}; 0 takes the most "
+            "likely token"
+        )
+    if _integer("top_k", top_k) < 0:
         raise mj.ValueRangeError(f"top_k must be 0 (all tokens) or positive, got {top_k}")
     if not 0 < top_p <= 1:
         raise mj.ValueRangeError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if seed is not None and _integer("seed", seed) < 0:
+        raise mj.ValueRangeError(f"seed must not be negative, got {seed}")
+    if temperature == 0:
+        return None
     rng = np.random.default_rng(seed)
 
     def draw(logits: NDArray[Any]) -> int:

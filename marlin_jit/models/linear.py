@@ -10,7 +10,7 @@ import marlin_jit as mj
 
 from . import ops
 from .eight_bit import doubled
-from .ops import is_numpy
+from .ops import module_of
 
 __all__ = ["GateUp", "Linear", "SideBySide"]
 
@@ -135,6 +135,7 @@ class SideBySide:
         """Join the weights if they are packed alike; return whether they are joined now."""
         if len(self.linears) == 1 or not _alike(self.linears):
             return len(self.linears) == 1
+        cached = all(linear.cached is not None for linear in self.linears)
         weight = mj.concatenate([linear.weight for linear in self.linears])
         bias = None
         if any(linear.bias is not None for linear in self.linears):
@@ -143,6 +144,8 @@ class SideBySide:
             bias = xp.concatenate(parts)
         names = "+".join(linear.name for linear in self.linears)
         self.linears = [Linear(names, weight, bias, eight_bit=self.linears[0].eight_bit)]
+        if cached:
+            self.linears[0].cache_dense()
         return True
 
 
@@ -171,8 +174,11 @@ class GateUp:
         if not _alike(self.linears) or any(linear.bias is not None for linear in self.linears):
             return False
         gate, up = self.linears
+        cached = gate.cached is not None and up.cached is not None
         weight = mj.pack_gate_up(gate.weight, up.weight)
         self.linears = [_Gated(f"{gate.name}+{up.name}", weight, eight_bit=gate.eight_bit)]
+        if cached:
+            self.linears[0].cache_dense()
         return True
 
 
@@ -213,12 +219,3 @@ def _alike(linears: list[Linear]) -> bool:
         return False
     orders = [linear.weight.perm for linear in linears]
     return orders[0] is None or all(bool((order == orders[0]).all()) for order in orders[1:])
-
-
-def module_of(array: Any) -> Any:
-    """Return numpy or cupy, whichever `array` belongs to."""
-    if is_numpy(array):
-        return np
-    import cupy
-
-    return cupy

@@ -22,7 +22,8 @@ import marlin_jit as mj
 from . import ops
 from .cache import KVCache
 from .config import LlamaConfig
-from .linear import GateUp, Linear, SideBySide, module_of
+from .linear import GateUp, Linear, SideBySide
+from .ops import module_of
 
 if TYPE_CHECKING:
     from .generation import GraphDecoder
@@ -117,8 +118,10 @@ class Model:
         Raises
         ------
         ShapeError
-            More tokens than the cache has room for.
+            Tokens of another shape or batch than the cache's, or more than it has room for.
         """
+        if tokens.ndim != 2 or not tokens.size:
+            raise mj.ShapeError(f"tokens have shape [batch, tokens], at least one each; got {tokens.shape}")
         batch, count = tokens.shape
         if batch != cache.batch:
             raise mj.ShapeError(

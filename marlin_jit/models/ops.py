@@ -18,7 +18,16 @@ import marlin_jit as mj
 
 from .config import LlamaConfig
 
-__all__ = ["add_rms_norm", "argmax", "attention", "is_numpy", "rotary_tables", "rotate_and_store", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "is_numpy",
+    "module_of",
+    "rotary_tables",
+    "rotate_and_store",
+    "swiglu",
+]
 
 FLOAT32 = np.float32
 
@@ -26,6 +35,15 @@ FLOAT32 = np.float32
 def is_numpy(array: Any) -> bool:
     """Whether an array is NumPy's; any other is CuPy's."""
     return isinstance(array, np.ndarray)
+
+
+def module_of(array: Any) -> Any:
+    """Return numpy or cupy, whichever `array` belongs to."""
+    if is_numpy(array):
+        return np
+    import cupy
+
+    return cupy
 
 
 def add_rms_norm(h: Any, delta: Any, weight: Any, eps: float) -> Any:

@@ -43,8 +43,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """``exp(mean_nll)``."""
-        return math.exp(self.mean_nll)
+        """``exp(mean_nll)``; infinite where that is too large for a float."""
+        try:
+            return math.exp(self.mean_nll)
+        except OverflowError:
+            return math.inf
 
 
 def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = None) -> Score:
@@ -69,7 +72,8 @@ def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = 
     Raises
     ------
     ShapeError, DTypeError, ValueRangeError
-        Fewer than two tokens, a chunk or context too small, ids outside the vocabulary.
+        Fewer than two tokens, a chunk or context too small, ids outside the vocabulary; logits that are not
+        finite.
     """
     ids = model.check_tokens(tokens)
     context = model.config.context if context is None else context
@@ -88,6 +92,12 @@ def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = 
         logits = model.forward(model.xp.asarray(inputs[None, start:stop]), cache)[0]
         nll[start:stop] = _negative_log_likelihood(model.xp, logits, targets[start:stop])
         start = stop
+    if not np.isfinite(nll).all():
+        first = int(np.argmin(np.isfinite(nll))) + 1
+        raise mj.ValueRangeError(
+            f"the model's logits for token {first} ({ids[first]}) are not finite: damaged weights, or "
+            f"activations that overflow {model.dtype}"
+        )
     return Score(nll)
 
 

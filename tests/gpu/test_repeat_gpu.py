@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
@@ -195,3 +196,26 @@ def test_a_chain_of_dependent_products_that_overlap(rng: Any) -> None:
                     c.fill(np.nan)
                 graph.launch(stream)
                 assert all(bool((c == d).all()) for c, d in zip(chain, one_by_one, strict=True))
+
+
+def test_a_thread_that_made_no_call_of_cuda_yet(rng: Any) -> None:
+    """It has a current device, but no context of the driver until something binds it."""
+    w = mj.pack(random_weight(rng, K, N, 64, symmetric=True, dtype=FP16))
+    x, out = random_rows(rng, 5, K, FP16), cp.empty((5, N), FP16)
+    expected = mj.matmul(x, w).get()
+    cp.cuda.Device().synchronize()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            mj.matmul(x, w, out=out)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    cp.cuda.Device().synchronize()
+    assert not failures
+    assert np.array_equal(out.get(), expected)
+    assert mj.stats() == {"marlin": 2}
