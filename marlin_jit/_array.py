@@ -6,6 +6,7 @@ already.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -74,6 +75,14 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     except TypeError as error:
         raise DTypeError(f"{dtype!r} is no dtype: {error}") from None
     return found
+
+
+def as_integer(name: str, value: Any) -> int:
+    """Return `value` as an int, with our error, which calls it `name`, for what is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise DTypeError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def on_device(array: Array) -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ import numpy as np
 from marlin_jit import launch, layout, repeat, rounding
 from marlin_jit._array import BFLOAT16, FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
+from marlin_jit._environment import zero_or_one
 from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
 from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError, ShapeError, ValueRangeError
 from marlin_jit.fused import GateUpWeight
@@ -82,10 +83,7 @@ def dispatch_enabled() -> bool:
         return here
     if _enabled is not None:
         return _enabled
-    value = os.environ.get(SWITCH, "1")
-    if value not in ("0", "1"):
-        raise ValueRangeError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return value == "1"
+    return zero_or_one(SWITCH, os.environ.get(SWITCH, "1"))
 
 
 # ---- what was done --------------------------------------------------------------------------------------
@@ -202,7 +200,8 @@ class Call:
         rows = _as_rows(self.x, columns)
         if perm is not None:
             rows = rows or _copied("activations", self.x, columns)
-            gathered = _scratch_matrix("gathered activations", self.rows, columns)[0]
+            memory = _scratch_array("gathered activations", (self.rows, columns), self.x.dtype)
+            gathered = _columns_of(memory, columns)
             launch.gather(rows, perm, gathered)
             return gathered
         if rows is None or rows.pointer % 16 or columns % 8 or (rows.stride % 8 and self.rows > 1):
@@ -246,28 +245,24 @@ def _ascending(matrix: Matrix) -> bool:
     return matrix.rows <= 1 or matrix.stride >= matrix.columns
 
 
-def _scratch_matrix(purpose: str, rows: int, columns: int) -> tuple[Matrix, Array]:
-    """Scratch memory for a matrix whose rows start on 16-byte boundaries, and its bytes."""
-    stride = launch.whole_vectors(columns)
-    memory = scratch.get(purpose, 2 * rows * stride)
-    return Matrix(memory.data.ptr, stride, rows, columns), memory
-
-
 def _scratch_array(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """The same as an array."""
-    *leading, columns = shape
-    matrix, memory = _scratch_matrix(purpose, math.prod(leading), columns)
-    whole = import_cupy().ndarray((*leading, matrix.stride), dtype=dtype, memptr=memory.data)
-    return whole[..., :columns]
+    """Scratch memory as an array of 16-bit elements, each row filled up to whole 16-byte vectors."""
+    shape = (*shape[:-1], launch.whole_vectors(shape[-1]))
+    memory = scratch.get(purpose, 2 * math.prod(shape))
+    return import_cupy().ndarray(shape, dtype=dtype, memptr=memory.data)
+
+
+def _columns_of(array: Array, columns: int) -> Matrix:
+    """The first columns of a contiguous array's rows."""
+    return Matrix(array.data.ptr, array.shape[-1], math.prod(array.shape[:-1]), columns)
 
 
 def _copied(purpose: str, array: Array, columns: int) -> Matrix:
-    matrix, memory = _scratch_matrix(purpose, math.prod(array.shape[:-1]), columns)
-    view = import_cupy().ndarray((*array.shape[:-1], matrix.stride), dtype=array.dtype, memptr=memory.data)
-    view[..., :columns] = array  # one elementwise copy, whatever the strides
-    if columns < matrix.stride:
-        view[..., columns:] = 0
-    return matrix
+    copy = _scratch_array(purpose, array.shape, array.dtype)
+    copy[..., :columns] = array  # one elementwise copy, whatever the strides
+    if columns < copy.shape[-1]:
+        copy[..., columns:] = 0
+    return _columns_of(copy, columns)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------
@@ -416,7 +411,8 @@ class Path:
         if not call.gated or self.activates:
             self.run(call, out)
             return
-        product = _scratch_array("gate and up", (call.rows, call.weight.N), out.dtype)
+        columns = call.weight.N
+        product = _scratch_array("gate and up", (call.rows, columns), out.dtype)[:, :columns]
         self.run(call, product)
         launch.swiglu(_matrix(product), _matrix(out), bfloat16=call.weight.dtype == BFLOAT16)
 
@@ -474,14 +470,19 @@ def matmul(
     GPU work goes to CuPy's current stream of `x`'s device. Within a CUDA graph capture, scratch memory cannot
     grow and kernels cannot be loaded: make the same call once before.
     """
+    return _product(x, w, bias, out, path)
+
+
+def _product(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None, *, gated: int = 0) -> Array:
+    """As one before, if there was one like it, or by the table."""
     if path is None and isinstance(w, MarlinWeight):
-        y = _again(x, w, bias, out)
+        y = _again(x, w, bias, out, gated)
         if y is not None:
             return y
-    return _on_its_device(_checked(x, w, bias, out, path))
+    return _on_its_device(_checked(x, w, bias, out, path, gated=gated))
 
 
-def _again(x: Any, w: MarlinWeight, bias: Any, out: Any, gated: int = 0) -> Array | None:
+def _again(x: Any, w: MarlinWeight, bias: Any, out: Any, gated: int) -> Array | None:
     """The product, launched as one like it was before; None if there was none, or the path may be another."""
     if not w.repeats or w.fp16_cache is not None or not dispatch_enabled():
         return None
@@ -525,11 +526,7 @@ def matmul_swiglu(x: Any, w: GateUpWeight, out: Array | None = None, *, path: st
     """
     if not isinstance(w, GateUpWeight):
         raise DTypeError(f"w must be a GateUpWeight (see pack_gate_up), got {type(w).__name__}")
-    if path is None:
-        y = _again(x, w.packed, None, out, w.N)
-        if y is not None:
-            return y
-    return _on_its_device(_checked(x, w.packed, None, out, path, gated=w.N))
+    return _product(x, w.packed, None, out, path, gated=w.N)
 
 
 def _on_its_device(call: Call) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -10,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from marlin_jit import layout
-from marlin_jit._array import Array, is_device_array, namespace, on_device
-from marlin_jit.errors import DeviceError, DTypeError, ShapeError, ValueRangeError
+from marlin_jit._array import Array, as_integer, namespace, on_device
+from marlin_jit.errors import DTypeError, ShapeError, ValueRangeError
 from marlin_jit.pack import dequantize, pack, pad_groups, unpack
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
@@ -77,10 +76,7 @@ class GateUpWeight:
     def __post_init__(self) -> None:
         if not isinstance(self.packed, MarlinWeight):
             raise DTypeError(f"packed must be a MarlinWeight, got {type(self.packed).__name__}")
-        try:
-            object.__setattr__(self, "N", operator.index(self.N))
-        except TypeError:
-            raise DTypeError(f"N must be an integer, got {self.N!r}") from None
+        object.__setattr__(self, "N", as_integer("N", self.N))
         columns, wanted = self.packed.N, 2 * _whole_blocks(self.N)
         if columns != wanted:
             raise ShapeError(f"gate and up of N = {self.N} have {wanted} columns in all, not {columns}")
@@ -224,6 +220,7 @@ def _check_alike(weights: Sequence[Any]) -> None:
         if not isinstance(w, (MarlinWeight, QuantWeight)) or type(w) is not type(weights[0]):
             names = ", ".join(type(w).__name__ for w in weights)
             raise DTypeError(f"expected all MarlinWeight or all QuantWeight, got {names}")
+    namespace(*(_codes(w) for w in weights))  # raises where they are not all on one side and device
     first = weights[0]
     for i, w in enumerate(weights[1:], 1):
         for name in ("K", "group_size"):
@@ -231,8 +228,6 @@ def _check_alike(weights: Sequence[Any]) -> None:
                 raise ShapeError(f"weight 0 has {name} {getattr(first, name)}, weight {i} {getattr(w, name)}")
         if w.dtype != first.dtype:
             raise DTypeError(f"weight 0 is {first.dtype}, weight {i} {w.dtype}; they must be of one dtype")
-        if _place(w) != _place(first):
-            raise DeviceError(f"weight 0 lies on {_place(first)}, weight {i} on {_place(w)}")
         if not _same_order(first, w):
             raise ShapeError(f"weights 0 and {i} have their rows in different activation orders")
     for i, w in enumerate(weights):
@@ -245,11 +240,6 @@ def _check_alike(weights: Sequence[Any]) -> None:
 
 def _codes(weight: MarlinWeight | QuantWeight) -> Array:
     return weight.B if isinstance(weight, MarlinWeight) else weight.q
-
-
-def _place(weight: MarlinWeight | QuantWeight) -> str:
-    codes = _codes(weight)
-    return f"device {codes.device.id}" if is_device_array(codes) else "the host"
 
 
 def _same_order(a: MarlinWeight | QuantWeight, b: MarlinWeight | QuantWeight) -> bool:

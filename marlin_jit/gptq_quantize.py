@@ -29,7 +29,6 @@ block see all errors before them, so that the size of a block does not matter.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +40,7 @@ from marlin_jit._array import (
     FLOAT16,
     FLOAT32,
     Array,
+    as_integer,
     is_device_array,
     namespace,
     on_device,
@@ -317,10 +317,7 @@ def _invert_unit_lower(xp: Any, t: Array) -> None:
 
 
 def _checked_block(block: int) -> int:
-    try:
-        rows = operator.index(block)
-    except TypeError:
-        raise DTypeError(f"block must be an integer, got {type(block).__name__}") from None
+    rows = as_integer("block", block)
     if rows < 1:
         raise ValueRangeError(f"block must be at least 1, got {rows}")
     return rows

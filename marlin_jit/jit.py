@@ -29,8 +29,9 @@ from typing import Any
 from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
 from marlin_jit._driver import launch
+from marlin_jit._environment import zero_or_one
 from marlin_jit.device import device_info, is_capturing, unusable
-from marlin_jit.errors import CompileError, LaunchError, ValueRangeError
+from marlin_jit.errors import CompileError, LaunchError
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Kernel:
         self.dynamic_smem = _DEFAULT_SHARED - static_smem
         # The device must be able to, and the kernel must wait by itself for what it needs (see ptx.cuh).
         able = int(compiled.arch.rstrip("a")) >= 90 and "wait_for_previous_grid();" in source
-        self.overlaps = _overlap_wanted() and able
+        self.overlaps = zero_or_one(OVERLAP, os.environ.get(OVERLAP, "1")) and able
 
     def __reduce__(self) -> Any:
         raise TypeError("a loaded kernel belongs to its process and cannot be copied or pickled")
@@ -164,11 +165,8 @@ class Kernel:
         """
         try:
             stream = import_cupy().cuda.get_current_stream().ptr
-            launch(
-                *(self._pointer, self.device_id, grid, threads, smem, stream),
-                *(self._layout, args),
-                overlap=self.overlaps,
-            )
+            where = self._pointer, self.device_id
+            launch(*where, grid, threads, smem, stream, self._layout, args, overlap=self.overlaps)
         except (RuntimeError, struct.error) as error:
             raise LaunchError(
                 f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "
@@ -426,13 +424,6 @@ def _compile(
         level = logging.INFO if verbose else logging.DEBUG
         logger.log(level, "compiled %s (%s) for sm_%s in %.2f s\n%s", name, source, arch, seconds, log)
         return compiled
-
-
-def _overlap_wanted() -> bool:
-    value = os.environ.get(OVERLAP, "1")
-    if value not in ("0", "1"):
-        raise ValueRangeError(f"{OVERLAP} must be 0 or 1, got {value!r}")
-    return value == "1"
 
 
 def _options(arch: str, defines: Defines) -> list[str]:

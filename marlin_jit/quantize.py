@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from marlin_jit._array import (
     FLOAT32,
     Array,
     as_dtype,
+    as_integer,
     column_chunks,
     is_device_array,
     namespace,
@@ -113,10 +113,7 @@ def checked_arguments(w: Array, group_size: int, dtype: Any) -> tuple[Any, np.dt
     if w.ndim != 2 or 0 in w.shape:
         raise ShapeError(f"w must be a non-empty matrix [K, N], got shape {w.shape}")
     K = w.shape[0]
-    try:
-        rows = K if group_size == -1 else operator.index(group_size)
-    except TypeError:
-        raise DTypeError(f"group_size must be an integer, got {type(group_size).__name__}") from None
+    rows = K if group_size == -1 else as_integer("group_size", group_size)
     if rows < 1 or K % rows:
         raise ShapeError(f"group size {group_size} does not divide K = {K} (the rows of w)")
     return xp, dtype, rows

@@ -12,8 +12,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from marlin_jit._array import Array
 from marlin_jit.device import current_order
 from marlin_jit.launch import Prepared
@@ -29,8 +27,6 @@ class Repeat:
 
     prepared: Prepared
     device: int  # which is then the current one
-    dtype: np.dtype[Any]
-    K: int
     out_shape: tuple[int, ...]
     taken: Any  # what it counts as in `marlin_jit.stats_by_shape`
 
@@ -44,9 +40,8 @@ def remember(
     if len(w.repeats) >= _MOST:
         w.repeats.clear()
     columns = gated or w.N
-    w.repeats[_key(x, bias, gated)] = Repeat(
-        prepared, x.data.device_id, x.dtype, w.K, (*x.shape[:-1], columns), taken
-    )
+    out_shape = (*x.shape[:-1], columns)
+    w.repeats[_key(x, bias, gated)] = Repeat(prepared, x.data.device_id, out_shape, taken)
 
 
 def again(
@@ -59,7 +54,7 @@ def again(
     repeat = w.repeats.get(_key(x, bias, gated))
     if repeat is None:
         return None
-    device, dtype, columns = repeat.device, repeat.dtype, repeat.out_shape[-1]
+    device, dtype, columns = repeat.device, w.dtype, repeat.out_shape[-1]
     if not _plain(x, device, dtype):
         return None
     bias_address = 0
@@ -71,20 +66,18 @@ def again(
         bias_address = bias.data.ptr
     if out is None:
         out = cupy.empty(repeat.out_shape, dtype)
-    elif not _fits(out, cupy, repeat) or _overlap(out, x) or (bias is not None and _overlap(out, bias)):
-        return None
-    repeat.prepared(x.data.ptr, repeat.K, bias_address, out.data.ptr, columns)
+    else:
+        if type(out) is not cupy.ndarray or out.shape != repeat.out_shape or not _plain(out, device, dtype):
+            return None
+        if _overlap(out, x) or (bias is not None and _overlap(out, bias)):
+            return None
+    repeat.prepared(x.data.ptr, w.K, bias_address, out.data.ptr, columns)
     return out, repeat
 
 
 def _key(x: Array, bias: Array | None, gated: int) -> tuple[Any, ...]:
     """Calls of one key differ in addresses alone. Scratch memory belongs to a device and stream."""
     return x.shape, bias is None, gated, *current_order(sys.modules["cupy"])
-
-
-def _fits(out: Array, cupy: Any, repeat: Repeat) -> bool:
-    same = type(out) is cupy.ndarray and out.shape == repeat.out_shape
-    return same and _plain(out, repeat.device, repeat.dtype)
 
 
 def _plain(array: Array, device: int, dtype: Any) -> bool:

@@ -35,7 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from marlin_jit._array import Array, column_chunks, is_device_array, namespace, on_device
+from marlin_jit._array import Array, as_integer, column_chunks, is_device_array, namespace, on_device
+from marlin_jit._environment import zero_or_one
 from marlin_jit.errors import DTypeError, ValueRangeError
 from marlin_jit.weight import QuantWeight
 
@@ -60,10 +61,7 @@ class Iteration:
 
     def __post_init__(self) -> None:
         for name, value, end in (("iteration", self.index, None), ("seed", self.seed, 1 << 32)):
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise DTypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+            number = as_integer(name, value)
             if number < 0 or (end is not None and number >= end):
                 raise ValueRangeError(
                     f"{name} must be {'0 or more' if end is None else f'0..{end - 1}'}, got {number}"
@@ -125,12 +123,12 @@ def current() -> Iteration | None:
         The environment variable is neither 0 nor 1.
     """
     value = os.environ.get(SWITCH)
-    if value not in (None, "0", "1"):
-        raise ValueRangeError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    if value == "0":
-        return None
     here = _here.get()
-    return Iteration(0, 0) if here is None and value == "1" else here
+    if value is None:
+        return here
+    if not zero_or_one(SWITCH, value):
+        return None
+    return Iteration(0, 0) if here is None else here
 
 
 # ---- the codes of an iteration --------------------------------------------------------------------------

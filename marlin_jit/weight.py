@@ -20,6 +20,7 @@ from marlin_jit._array import (
     FLOAT32,
     Array,
     as_dtype,
+    as_integer,
     is_device_array,
     namespace,
     on_device,
@@ -501,10 +502,7 @@ def _check_shape(name: str, array: Array, expected: tuple[int, ...], what: str) 
 
 
 def _check_group_size(group_size: Any) -> int:
-    try:
-        size = operator.index(group_size)
-    except TypeError:
-        raise DTypeError(f"group_size must be an integer, got {type(group_size).__name__}") from None
+    size = as_integer("group_size", group_size)
     if size < 1 and size != -1:
         raise ShapeError(f"group_size must be positive, or -1 for one group a column; got {size}")
     return size
