@@ -21,6 +21,7 @@ import marlin_jit as mj
 from benchmarks.run import environment
 from marlin_jit import models
 from marlin_jit.bench import read_nvidia_smi
+from marlin_jit.models.scoring import negative_log_likelihood
 from marlin_jit.rounding import PERIOD
 
 SCHEMA = "marlin-jit-rounding/1"
@@ -36,10 +37,7 @@ def logits_of(model: models.Model, ids: Any) -> Any:
 
 def perplexity(xp: Any, logits: Any, ids: Any) -> float:
     """Of each next token."""
-    values = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
-    chosen = values[xp.arange(len(ids) - 1), xp.asarray(np.array(ids[1:]))]
-    nll = xp.log(xp.exp(values).sum(axis=1, dtype=np.float64)) - chosen
-    return float(xp.exp(nll.mean()))
+    return models.Score(negative_log_likelihood(xp, logits[:-1], np.array(ids[1:]))).perplexity
 
 
 class Averaged(models.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,9 @@ class Linear:
 
     def __call__(self, x: Any) -> Any:
         """Return the product: [..., K] to [..., N], of `x`'s dtype."""
-        if self.cached is not None:
-            return self._dense(x, self.cached)
-        if not self.quantized:
-            return self._dense(x, self.weight)
+        if self.cached is not None or not self.quantized:
+            y = self._sums(x)
+            return self._rounded(y if self.bias is None else y + self.bias.astype(np.float32), x)
         return mj.matmul(doubled(x) if self.eight_bit else x, self.weight, bias=self.bias)
 
     def cache_dense(self) -> None:
@@ -78,27 +78,33 @@ class Linear:
         self.cached = self._dequantized()
 
     def _dequantized(self) -> Any:
+        dense = self._float32()
+        return dense[: self.K] + dense[self.K :] if self.eight_bit else dense
+
+    def _float32(self) -> Any:
+        """The weight as it is stored."""
         if not self.quantized:
             return np.ascontiguousarray(self.weight, dtype=np.float32)
-        dense = mj.dequantize(self.weight, np.float32)
-        return dense[: self.K] + dense[self.K :] if self.eight_bit else dense
+        return mj.dequantize(self.weight, np.float32)
 
     def drop_dense(self) -> None:
         """Free what `cache_dense` made."""
         self.cached = None
 
-    def _dense(self, x: Any, weight: Any) -> Any:
-        """Multiply by a dense weight in float32 and round once."""
+    def _sums(self, x: Any) -> Any:
+        """Multiply by the dense weight, float32 [rows of x, columns]."""
+        weight = self.weight if self.cached is None else self.cached
         try:
-            y = x.reshape(-1, x.shape[-1]).astype(np.float32) @ weight.astype(np.float32, copy=False)
+            return x.reshape(-1, x.shape[-1]).astype(np.float32) @ weight.astype(np.float32, copy=False)
         except ImportError as error:  # CuPy's way to say that there is no cuBLAS
             raise mj.DeviceError(
                 f"{self.name} is not packed, and multiplying by a dense weight on a GPU needs cuBLAS: pack "
                 "it with marlin_jit.models.pack_model(model), or install cuBLAS with "
                 '`pip install "cuda-toolkit[cublas]==12.*"` (13.* for CUDA 13)'
             ) from error
-        if self.bias is not None:
-            y += self.bias.astype(np.float32)
+
+    def _rounded(self, y: Any, x: Any) -> Any:
+        """Float32 [rows of x, N] as the product that `x` gets."""
         with np.errstate(over="ignore"):
             return y.astype(x.dtype).reshape(*x.shape[:-1], self.N)
 
@@ -108,7 +114,38 @@ class Linear:
         return f"<Linear {self.name}: {self.K} x {self.N}, {kind}{cached}>"
 
 
-class SideBySide:
+class _Joint(ABC):
+    """Products of one x: a linear layer each, or one for all after `fuse`."""
+
+    def __init__(self, *linears: Linear) -> None:
+        self.linears = list(linears)
+
+    def fuse(self) -> bool:
+        """Join the weights if they can be; return whether they are joined now."""
+        if len(self.linears) > 1 and self._joinable():
+            cached = all(linear.cached is not None for linear in self.linears)
+            self.linears = [self._joined("+".join(linear.name for linear in self.linears))]
+            if cached:
+                self.linears[0].cache_dense()
+        return len(self.linears) == 1
+
+    def _joinable(self) -> bool:
+        """Whether weights are packed, and the same in all but their columns."""
+        if not all(linear.packed for linear in self.linears):
+            return False
+        weights = [linear.weight for linear in self.linears]
+        kinds = {(w.K, w.group_size, w.dtype, w.perm is None) for w in weights}  # 8-bit ones have twice the K
+        if len(kinds) > 1:
+            return False
+        order = weights[0].perm
+        return order is None or all(bool((w.perm == order).all()) for w in weights[1:])
+
+    @abstractmethod
+    def _joined(self, name: str) -> Linear:
+        """One layer that gives what all of them give."""
+
+
+class SideBySide(_Joint):
     """Products of one x, such as q, k and v: a linear layer each, or one for all after `fuse`.
 
     Attributes
@@ -120,7 +157,7 @@ class SideBySide:
     """
 
     def __init__(self, *linears: Linear) -> None:
-        self.linears = list(linears)
+        super().__init__(*linears)
         self.sizes = tuple(linear.N for linear in linears)
 
     def __call__(self, x: Any) -> tuple[Any, ...]:
@@ -131,25 +168,17 @@ class SideBySide:
         ends = np.cumsum(self.sizes).tolist()
         return tuple(y[..., end - size : end] for size, end in zip(self.sizes, ends, strict=True))
 
-    def fuse(self) -> bool:
-        """Join the weights if they are packed alike; return whether they are joined now."""
-        if len(self.linears) == 1 or not _alike(self.linears):
-            return len(self.linears) == 1
-        cached = all(linear.cached is not None for linear in self.linears)
+    def _joined(self, name: str) -> Linear:
         weight = mj.concatenate([linear.weight for linear in self.linears])
         bias = None
         if any(linear.bias is not None for linear in self.linears):
             xp = module_of(weight.B)
             parts = [xp.zeros(p.N, weight.dtype) if p.bias is None else p.bias for p in self.linears]
             bias = xp.concatenate(parts)
-        names = "+".join(linear.name for linear in self.linears)
-        self.linears = [Linear(names, weight, bias, eight_bit=self.linears[0].eight_bit)]
-        if cached:
-            self.linears[0].cache_dense()
-        return True
+        return Linear(name, weight, bias, eight_bit=self.linears[0].eight_bit)
 
 
-class GateUp:
+class GateUp(_Joint):
     """``silu(gate(x)) * up(x)``: two linear layers, or one after `fuse`.
 
     Attributes
@@ -159,7 +188,7 @@ class GateUp:
     """
 
     def __init__(self, gate: Linear, up: Linear) -> None:
-        self.linears = [gate, up]
+        super().__init__(gate, up)
 
     def __call__(self, x: Any) -> Any:
         """Return the activations [..., N]."""
@@ -167,19 +196,12 @@ class GateUp:
             return self.linears[0](x)
         return ops.swiglu(*(linear(x) for linear in self.linears))
 
-    def fuse(self) -> bool:
-        """Join the weights if they are packed alike and have no bias; return whether they are joined now."""
-        if len(self.linears) == 1:
-            return True
-        if not _alike(self.linears) or any(linear.bias is not None for linear in self.linears):
-            return False
+    def _joinable(self) -> bool:
+        return super()._joinable() and all(linear.bias is None for linear in self.linears)
+
+    def _joined(self, name: str) -> Linear:
         gate, up = self.linears
-        cached = gate.cached is not None and up.cached is not None
-        weight = mj.pack_gate_up(gate.weight, up.weight)
-        self.linears = [_Gated(f"{gate.name}+{up.name}", weight, eight_bit=gate.eight_bit)]
-        if cached:
-            self.linears[0].cache_dense()
-        return True
+        return _Gated(name, mj.pack_gate_up(gate.weight, up.weight), eight_bit=gate.eight_bit)
 
 
 class _Gated(Linear):
@@ -200,22 +222,8 @@ class _Gated(Linear):
     def __call__(self, x: Any) -> Any:
         if self.cached is None:
             return mj.matmul_swiglu(doubled(x) if self.eight_bit else x, self.weight)
-        y = x.reshape(-1, self.K).astype(np.float32) @ self.cached
-        activated = ops.swiglu(y[:, : self.N], y[:, self.N :])
-        with np.errstate(over="ignore"):
-            return activated.astype(x.dtype).reshape(*x.shape[:-1], self.N)
+        y = self._sums(x)
+        return self._rounded(ops.swiglu(y[:, : self.N], y[:, self.N :]), x)
 
-    def _dequantized(self) -> Any:
-        dense = np.concatenate(self.weight.dequantize(np.float32), axis=1)
-        return dense[: self.K] + dense[self.K :] if self.eight_bit else dense
-
-
-def _alike(linears: list[Linear]) -> bool:
-    """Whether weights can be joined: packed, and the same in all but their columns."""
-    if not all(linear.packed for linear in linears):
-        return False
-    kinds = {(p.eight_bit, p.weight.group_size, p.weight.dtype, p.weight.perm is None) for p in linears}
-    if len(kinds) > 1:
-        return False
-    orders = [linear.weight.perm for linear in linears]
-    return orders[0] is None or all(bool((order == orders[0]).all()) for order in orders[1:])
+    def _float32(self) -> Any:
+        return np.concatenate(self.weight.dequantize(np.float32), axis=1)

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import marlin_jit as mj
 
-from . import ops
+from . import generation, ops, scoring
 from .cache import KVCache
 from .config import LlamaConfig
 from .linear import GateUp, Linear, SideBySide
 from .ops import module_of
-
-if TYPE_CHECKING:
-    from .generation import GraphDecoder
-    from .scoring import Score
 
 __all__ = ["Layer", "Model"]
 
@@ -194,44 +190,12 @@ class Model:
         for linear in self.linears:
             linear.drop_dense()
 
-    def score(self, tokens: Any, *, chunk: int = 512, context: int | None = None) -> Score:
-        """Return how well the model predicts a text: see :func:`marlin_jit.models.scoring.score`."""
-        from .scoring import score
+    score = scoring.score
+    generate = generation.generate
 
-        return score(self, tokens, chunk=chunk, context=context)
-
-    def generate(
-        self,
-        tokens: Any,
-        max_new_tokens: int = 128,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        eos: Sequence[int] | None = None,
-        graph: bool = True,
-    ) -> Iterator[int]:
-        """Go on with a text, token by token: see :func:`marlin_jit.models.generation.generate`."""
-        from .generation import generate
-
-        return generate(
-            self,
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            eos=eos,
-            graph=graph,
-        )
-
-    def decode_graph(self, cache: KVCache) -> GraphDecoder:
+    def decode_graph(self, cache: KVCache) -> generation.GraphDecoder:
         """Capture one decode step: see :class:`marlin_jit.models.generation.GraphDecoder`."""
-        from .generation import GraphDecoder
-
-        return GraphDecoder(self, cache)
+        return generation.GraphDecoder(self, cache)
 
     def __repr__(self) -> str:
         c = self.config

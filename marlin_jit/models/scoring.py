@@ -14,7 +14,7 @@ import marlin_jit as mj
 if TYPE_CHECKING:
     from .llama import Model
 
-__all__ = ["Score", "score"]
+__all__ = ["Score", "negative_log_likelihood", "score"]
 
 _ROWS = 64  # rows of logits that are float32 at a time
 
@@ -90,7 +90,7 @@ def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = 
             cache.reset()
         stop = min(start + chunk, start + cache.length - cache.used, inputs.size)
         logits = model.forward(model.xp.asarray(inputs[None, start:stop]), cache)[0]
-        nll[start:stop] = _negative_log_likelihood(model.xp, logits, targets[start:stop])
+        nll[start:stop] = negative_log_likelihood(model.xp, logits, targets[start:stop])
         start = stop
     if not np.isfinite(nll).all():
         first = int(np.argmin(np.isfinite(nll))) + 1
@@ -101,7 +101,7 @@ def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = 
     return Score(nll)
 
 
-def _negative_log_likelihood(xp: Any, logits: Any, targets: NDArray[np.int32]) -> NDArray[np.float64]:
+def negative_log_likelihood(xp: Any, logits: Any, targets: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return ``-log softmax(logits)[target]`` of each row, in float32 with float64 sums."""
     found = xp.empty(len(targets), dtype=np.float64)
     wanted = xp.asarray(targets)
