@@ -44,6 +44,10 @@ def demo(dst: Path, max_tokens: int, device: Any, as_json: bool) -> None:
     say = (lambda text: None) if as_json else print_line
     start = time.perf_counter()
     if dst.exists():
+        if not (dst / "gguf.json").is_file():
+            raise mj.CheckpointError(
+                f"{dst}: is there already, but not packed by `demo`; name another folder"
+            )
         say(f"{dst}: is there already")
     else:
         plan = pack_checkpoint(source, dst)

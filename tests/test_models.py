@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -377,6 +378,9 @@ def test_logits_that_are_not_finite_are_an_error(tokens: Any) -> None:
     model.norm[3] = np.nan
     with pytest.raises(mj.ValueRangeError, match=r"logits for token 1 .* are not finite"):
         model.score(tokens)
+    for options in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_k": 5, "top_p": 0.5}):
+        with pytest.raises(mj.ValueRangeError, match="logits are not finite: damaged weights"):
+            list(model.generate(tokens, 3, **options))
 
 
 def test_a_perplexity_beyond_floats_is_infinite() -> None:
@@ -388,6 +392,27 @@ def test_tokens_of_other_shapes_are_refused(tokens: Any) -> None:
     for wrong in (tokens, tokens[None, :0], tokens[None, None]):
         with pytest.raises(mj.ShapeError, match=r"shape \[batch, tokens\]"):
             model.forward(wrong, model.new_cache(40))
+    for wrong, what in (([1, 2], "got list"), (np.array([[1.5]]), "got float64")):
+        with pytest.raises(mj.DTypeError, match=f"an array of integers, {what}"):
+            model.forward(wrong, model.new_cache(40))
+
+
+def test_scores_that_make_no_sense_are_refused(tokens: Any) -> None:
+    model = random_model()
+    for options, error, message in (
+        ({"chunk": "x"}, mj.DTypeError, "chunk must be an integer"),
+        ({"context": 2.5}, mj.DTypeError, "context must be an integer"),
+        ({"context": 257}, mj.ShapeError, "made for a context of 256, not 257"),
+    ):
+        with pytest.raises(error, match=message):
+            model.score(tokens, **options)  # type: ignore[arg-type]
+
+
+def test_a_model_copies(tokens: Any) -> None:
+    model = random_model()
+    other = copy.deepcopy(model)
+    model.embedding[...] = 0
+    assert not np.array_equal(forward(other, tokens), forward(model, tokens))
 
 
 def test_joining_keeps_what_was_cached(tokens: Any) -> None:
@@ -415,6 +440,7 @@ def test_joining_keeps_what_was_cached(tokens: Any) -> None:
         ({"seed": -1}, "seed must not be negative"),
         ({"seed": "a"}, "seed must be an integer"),
         ({"eos": 3}, "eos must be a sequence of integers"),
+        ({"temperature": "x"}, "temperature and top_p are numbers, got 'x'"),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused_at_once(tokens: Any, options: Any, message: str) -> None:
@@ -602,6 +628,9 @@ def tensor(name: str, change: Callable[[Any], Any]) -> Change:
         (config(model_type=None), "model_type is None"),
         (config(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 8}), "rope scaling 'llama3'"),
+        (config(rms_norm_eps=10**400), "0000'; expected a positive number"),
+        (config(tie_word_embeddings="false"), "tie_word_embeddings is 'false'; expected true or false"),
+        (config(tie_word_embeddings=0), "tie_word_embeddings is '0'; expected true or false"),
         (config(rope_scaling={"type": "linear", "factor": 2}), "rope scaling 'linear'"),
         (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope scaling 'yarn'"),
         (config(rope_parameters=[1]), "must be objects or null"),

@@ -5,6 +5,7 @@ Whatever the forward does not do is refused here, by name, before a weight is re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ class LlamaConfig:
             eps=get.positive("rms_norm_eps", 1e-6),
             rope_base=base.positive("rope_theta", 10000.0),
             interleaved=False,
-            tied=bool(values.get("tie_word_embeddings", False)),
+            tied=get.flag("tie_word_embeddings"),
             bos=get.token("bos_token_id"),
             eos=get.tokens("eos_token_id"),
         )
@@ -186,9 +187,15 @@ class _Reader:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, "a positive number")
         return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._values.get(key)
+        if value is not None and type(value) is not bool:
+            raise self._wrong(key, value, "true or false")
+        return bool(value)
 
     def token(self, key: str) -> int | None:
         found = self.tokens(key)

@@ -61,6 +61,8 @@ def quantize_8bit(dense: Any, group_size: int = 32, dtype: Any = np.float16) -> 
     A weight that Q8_0 (groups of 32, a code of 127 or -127 in each) was dequantized to in float32 gets back
     its codes and scales.
     """
+    if not hasattr(dense, "dtype"):
+        raise mj.DTypeError(f"a weight is a NumPy or CuPy array, got {type(dense).__name__}")
     if dense.ndim != 2:
         raise mj.ShapeError(f"a weight has two dimensions [K, N], got shape {dense.shape}")
     K, N = dense.shape

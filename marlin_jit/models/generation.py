@@ -73,9 +73,11 @@ def generate(
         was made for.
     DeviceError
         At once: a graph is wanted of a model on a GPU with a dense layer.
+    ValueRangeError
+        While it goes on: logits that are not finite.
     """
     ids = model.check_tokens(tokens)
-    max_new_tokens = _integer("max_new_tokens", max_new_tokens)
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 0:
         raise mj.ValueRangeError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     length = ids.size + max_new_tokens
@@ -111,7 +113,12 @@ def _tokens(
     ops.argmax(logits[0], best)
     token = int(best[0]) if choose is None else choose(_host(logits[0, 0]))
     for i in range(count):
-        if token in ends:
+        ends_here = token in ends
+        # What is not finite stays in the cache and spoils all that follows. On a GPU looking means launches
+        # and a wait, so the most likely token is only doubted at both ends.
+        if choose is None and (model.xp is np or i == 0 or ends_here or i + 1 == count):
+            _check_finite(model.xp, logits, model.dtype)
+        if ends_here:
             return
         yield token
         if i + 1 < count:
@@ -256,6 +263,13 @@ def _stream_of_graphs(device: int) -> tuple[Any, threading.RLock]:
     return cupy.cuda.Stream(non_blocking=True), threading.RLock()
 
 
+def _check_finite(xp: Any, logits: Any, dtype: Any) -> None:
+    if not bool(xp.isfinite(logits).all()):
+        raise mj.ValueRangeError(
+            f"the model's logits are not finite: damaged weights, or activations that overflow {dtype}"
+        )
+
+
 def check_quantized(model: Model) -> None:
     """Raise `DeviceError` if a layer is dense: what CuPy multiplies cannot be captured into a CUDA graph."""
     dense = [linear.name for linear in model.linears if not linear.quantized]
@@ -266,7 +280,7 @@ def check_quantized(model: Model) -> None:
         )
 
 
-def _integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -289,22 +303,27 @@ def _sampler(
     temperature: float, top_k: int, top_p: float, seed: int | None
 ) -> Callable[[NDArray[Any]], int] | None:
     """Return what draws a token from a row of logits; None where the most likely one is taken."""
+    try:
+        temperature, top_p = float(temperature), float(top_p)
+    except (TypeError, ValueError):
+        raise mj.DTypeError(f"temperature and top_p are numbers, got {temperature!r} and {top_p!r}") from None
     if not (temperature == 0 or _LEAST_TEMPERATURE <= temperature < float("inf")):
         raise mj.ValueRangeError(
             f"temperature must be 0, or {_LEAST_TEMPERATURE} or more, got {temperature}; 0 takes the most "
             "likely token"
         )
-    if _integer("top_k", top_k) < 0:
+    if as_integer("top_k", top_k) < 0:
         raise mj.ValueRangeError(f"top_k must be 0 (all tokens) or positive, got {top_k}")
     if not 0 < top_p <= 1:
         raise mj.ValueRangeError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if seed is not None and _integer("seed", seed) < 0:
+    if seed is not None and as_integer("seed", seed) < 0:
         raise mj.ValueRangeError(f"seed must not be negative, got {seed}")
     if temperature == 0:
         return None
     rng = np.random.default_rng(seed)
 
     def draw(logits: NDArray[Any]) -> int:
+        _check_finite(np, logits, logits.dtype)
         values = logits.astype(np.float64) / temperature
         order = np.argsort(-values, kind="stable")  # the most likely first
         if top_k:

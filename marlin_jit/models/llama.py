@@ -58,11 +58,6 @@ class Model:
         Weight of the last norm.
     head : Linear
         hidden x vocab.
-
-    Attributes
-    ----------
-    xp : module
-        numpy or cupy.
     """
 
     def __init__(
@@ -73,9 +68,13 @@ class Model:
         self.layers = list(layers)
         self.norm = norm
         self.head = head
-        self.xp = module_of(embedding)
         if self.xp is not np:
             ops.check_head_dim(config.head_dim)
+
+    @property
+    def xp(self) -> Any:
+        """The module of its arrays, numpy or cupy."""
+        return module_of(self.embedding)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -113,9 +112,13 @@ class Model:
 
         Raises
         ------
-        ShapeError
-            Tokens of another shape or batch than the cache's, or more than it has room for.
+        DTypeError, ShapeError
+            No array of integers. Tokens of another shape or batch than the cache's, or more than it has
+            room for.
         """
+        dtype = getattr(tokens, "dtype", type(tokens).__name__)
+        if isinstance(dtype, str) or dtype.kind not in "iu":
+            raise mj.DTypeError(f"tokens are an array of integers, got {dtype}")
         if tokens.ndim != 2 or not tokens.size:
             raise mj.ShapeError(f"tokens have shape [batch, tokens], at least one each; got {tokens.shape}")
         batch, count = tokens.shape

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 import marlin_jit as mj
 
+from .generation import as_integer
+
 if TYPE_CHECKING:
     from .llama import Model
 
@@ -72,15 +74,18 @@ def score(model: Model, tokens: Any, *, chunk: int = 512, context: int | None = 
     Raises
     ------
     ShapeError, DTypeError, ValueRangeError
-        Fewer than two tokens, a chunk or context too small, ids outside the vocabulary; logits that are not
-        finite.
+        Fewer than two tokens, a chunk or context too small or too large, ids outside the vocabulary; logits
+        that are not finite.
     """
     ids = model.check_tokens(tokens)
-    context = model.config.context if context is None else context
+    chunk = as_integer("chunk", chunk)
+    context = model.config.context if context is None else as_integer("context", context)
     if ids.size < 2:
         raise mj.ShapeError("a text of one token has nothing to predict; give at least two")
     if chunk < 1 or context < 2:
         raise mj.ShapeError(f"chunk must be at least 1 and context at least 2, got {chunk} and {context}")
+    if context > model.config.context:
+        raise mj.ShapeError(f"the model was made for a context of {model.config.context}, not {context}")
     inputs, targets = ids[:-1], ids[1:]
     cache = model.new_cache(min(context, inputs.size))
     nll = np.empty(targets.size, np.float64)

@@ -47,6 +47,8 @@ class Tokenizer:
             return cls._from_json(path)
         if (path / "gguf.json").is_file():
             return cls.from_gguf(read_json(path / "gguf.json"), str(path / "gguf.json"))
+        if not path.exists():
+            raise mj.CheckpointError(f"{path}: no such file or folder")
         raise mj.CheckpointError(f"{path}: has neither tokenizer.json nor gguf.json, so no tokenizer")
 
     @classmethod
