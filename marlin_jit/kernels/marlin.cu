@@ -11,17 +11,15 @@
 // (g = lane / 4, t = lane % 4) holds for its chunk's four 16-column slabs j and every 8-row block mb
 //     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
 //
-// How work is cut. A unit is K_STAGE of one tile's k. The first `split_tiles` tiles are split: either their units are dealt
-// out evenly over the grid in order, so that a block may begin and end inside a tile; or (each > 0) every tile has the same
-// number of blocks, which take `each` units, the last one what is left. The other tiles are whole, one after another.
-// Of the blocks that share a tile the one that arrives last adds the float32 partial sums of all, always in ascending
-// k: the result does not depend on who was last, nobody waits, and the counter is left at zero.
+// How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
+// share a tile add up.
 //
 // Build constants: BF16, M_TILE (16, 32, 64), WARPS_N, WARPS_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64, 128;
 // 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS (blocks an SM, bounds the
 // registers).
 #include "layout.cuh"
-#include "numeric.cuh"
+#include "tiles.cuh"
+#include "weigh.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
@@ -58,21 +56,6 @@ struct Problem {
     int padded_n, padded_k;
     bool gated;
 };
-
-struct Tile {
-    int m0, n0;
-};
-
-// Tiles in bands of BAND m-tiles, m fastest: a wave of blocks then touches few rows of A and few columns of W.
-constexpr int BAND = 16;
-__device__ __forceinline__ Tile tile_at(int index, const Problem& p) {
-    const int m_tiles = (p.m + M_TILE - 1) / M_TILE;
-    const int n_tiles = (p.padded_n + TILE_N - 1) / TILE_N;
-    const int band = index / (BAND * n_tiles);
-    const int rest = index - band * BAND * n_tiles;
-    const int rows = min(BAND, m_tiles - band * BAND);
-    return {(band * BAND + rest % rows) * M_TILE, (rest / rows) * TILE_N};
-}
 
 // ---- global -> shared ---------------------------------------------------------------------------------------------
 
@@ -179,15 +162,6 @@ struct Fragments {
     uint32_t words[4];           // one k16 of each slab
     uint32_t b[M_TILE / 16][4];  // {b0, b1} of two 8-row blocks
 };
-struct Scales {  // for each slab the pair (n = 16j+g, n + 8)
-    uint32_t scale[4], delta[4];
-    ZeroPoints zero[4];
-    __device__ __forceinline__ void set_zeros(const uint32_t (&pairs)[4]) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) delta[j] = pairs[j], zero[j] = zero_points(pairs[j]);
-    }
-};
-
 __device__ __forceinline__ void fetch(Fragments& f, uint32_t stage, const Warp& w, int step) {
     load_shared16(f.words, stage + w.w_at + step * (WARPS_N * 512));
 #pragma unroll
@@ -197,7 +171,7 @@ __device__ __forceinline__ void fetch(Fragments& f, uint32_t stage, const Warp& 
 
 __device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (step == 0 || step * 16 % GROUP == 0); }
 
-__device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Warp& w, int step) {
+__device__ __forceinline__ void fetch_scales(Scales<4>& s, uint32_t stage, const Warp& w, int step) {
     const int row = SCALE_ROWS > 1 ? (w.wk * WARP_STEPS + step) * 16 / (GROUP == 0 ? 1 : GROUP) : 0;
     uint32_t zeros[4] = {};
     load_shared16(s.scale, stage + w.s_at + row * (TILE_N * 2));
@@ -206,7 +180,7 @@ __device__ __forceinline__ void fetch_scales(Scales& s, uint32_t stage, const Wa
 }
 
 // One group a column: read once a tile, straight from global memory.
-__device__ __forceinline__ void column_scales(Scales& s, const Problem& p, const Tile& tile, const Warp& w) {
+__device__ __forceinline__ void column_scales(Scales<4>& s, const Problem& p, const Tile& tile, const Warp& w) {
     const int n = min(tile.n0 + w.wn * 64, p.padded_n - 64);
     uint32_t zeros[4] = {};
     slab_pairs(s.scale, p.scales + n, w.g, true);
@@ -216,23 +190,10 @@ __device__ __forceinline__ void column_scales(Scales& s, const Problem& p, const
 
 using Accumulators = float[4][M_BLOCKS][4];
 
-// Register R of a slab's weights. Registers 0 and 2 are column n = g, 1 and 3 are n = g + 8.
-template <int R>
-__device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
-    const uint32_t by = R % 2 ? broadcast_high(s.scale[j]) : broadcast_low(s.scale[j]);
-    const uint32_t plus = R % 2 ? broadcast_high(s.delta[j]) : broadcast_low(s.delta[j]);
-    if (ZEROS == 0) a[R] = Type::mul(centered<R>(word), by);
-    if (ZEROS == 1) a[R] = Type::fma(centered<R>(word), by, plus);
-    if (ZEROS == 2) a[R] = Type::mul(shifted<R>(word, s.zero[j]), by);
-}
-__device__ __forceinline__ void weigh(uint32_t (&a)[4], uint32_t word, const Scales& s, int j) {
-    weigh<0>(a, word, s, j), weigh<1>(a, word, s, j), weigh<2>(a, word, s, j), weigh<3>(a, word, s, j);
-}
-
 // Multiplies slab j, whose weights are ready, and meanwhile makes those of the next one: the unpacking of one slab and
 // the mma of another do not depend on each other, so neither waits.
 __device__ __forceinline__ void multiply(float (&acc)[M_BLOCKS][4], const uint32_t (&a)[4], const Fragments& f,
-                                         uint32_t (&next)[4], uint32_t next_word, const Scales& s, int next_j) {
+                                         uint32_t (&next)[4], uint32_t next_word, const Scales<4>& s, int next_j) {
 #pragma unroll
     for (int mb = 0; mb < M_BLOCKS; mb++) {
         Type::mma(acc[mb], a, f.b[mb / 2][mb % 2 * 2], f.b[mb / 2][mb % 2 * 2 + 1]);
@@ -251,7 +212,7 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; s++) loader.issue(smem + s * STAGE_BYTES, p, first + s);
     Fragments f[2];
-    Scales scales;
+    Scales<4> scales;
     if (GROUP == 0) column_scales(scales, p, tile, w);
     copy_wait<STAGES - 2>();
     __syncthreads();
@@ -259,7 +220,7 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
     fetch(f[0], stage, w, 0);
     if (GROUP != 0) fetch_scales(scales, stage, w, 0);
     uint32_t a[2][4];  // weights of this slab and the next
-    weigh(a[0], f[0].words[0], scales, 0);
+    weigh_word(a[0], f[0].words[0], scales, 0);
 #pragma unroll 1
     for (int unit = first; unit < last; unit++) {
         loader.issue(refill, p, unit + STAGES - 1);
@@ -276,7 +237,7 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
             }
             const Fragments &now = f[step % 2], &then = f[(step + 1) % 2];
             const int next_step = (step + 1) % WARP_STEPS;
-            const Scales current = scales;
+            const Scales<4> current = scales;
             if (EARLY_SCALES && group_begins(next_step)) fetch_scales(scales, stage, w, next_step);
 #pragma unroll
             for (int j = 0; j < 3; j++)
@@ -289,7 +250,7 @@ __device__ __forceinline__ void run_units(Accumulators& acc, uint32_t smem, cons
     __syncthreads();
 }
 
-// ---- sums over warps and over blocks -------------------------------------------------------------------------------
+// ---- sums over warps -----------------------------------------------------------------------------------------------
 
 using Owned = float[OWN][M_BLOCKS][4];
 
@@ -341,107 +302,11 @@ __device__ __forceinline__ void sum_over_warps(Owned& own, const Accumulators& a
     }
 }
 
-// The units of all split tiles, one tile after another, in runs, one a block.
-struct Deal {
-    int tiles, units, each, blocks, share, extra;
-    __device__ __forceinline__ Deal(int tiles, int units, int each)
-        : tiles(tiles), units(units), each(each), blocks(gridDim.x), share(tiles * units / blocks),
-          extra(tiles * units % blocks) {}
-    __device__ __forceinline__ int begin(int block) const {
-        return each > 0 ? block % tiles * units + block / tiles * each : block * share + min(block, extra);
-    }
-    __device__ __forceinline__ int end(int block) const {
-        return each == 0 ? begin(block + 1) : block + tiles < blocks ? begin(block) + each : (block % tiles + 1) * units;
-    }
-    // Whose run a unit is in, where all are dealt out evenly.
-    __device__ __forceinline__ int owner(int unit) const {
-        const int large = extra * (share + 1);
-        return unit < large ? unit / (share + 1) : extra + (unit - large) / share;
-    }
-    // How many blocks share a tile, and which is the i-th in ascending k.
-    __device__ __forceinline__ int sharers(int tile) const {
-        return each > 0 ? blocks / tiles : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
-    }
-    __device__ __forceinline__ int sharer(int tile, int i) const {
-        return each > 0 ? tile + i * tiles : owner(tile * units) + i;
-    }
-    // Whether the tile's other blocks may well be done when this one ends its run.
-    __device__ __forceinline__ bool ends_late(int block) const { return end(block) - begin(block) > each; }
-};
-
 constexpr int PARTIAL = OWN * M_BLOCKS;  // Float4s a thread
-// A block has two slots: for the tile it begins in, and for the one it ends in.
-__device__ __forceinline__ Float4* slot_of(Float4* partials, const Deal& deal, int block, int tile) {
-    const int which = deal.begin(block) / deal.units == tile ? 0 : 1;
-    return partials + static_cast<int64_t>(2 * block + which) * PARTIAL * THREADS + threadIdx.x;
-}
-
-// Hands in this block's partial sums of a split tile. True for the last block to arrive, whose `own` is then the sum.
-// With `look` it first sees whether it is the last: then its sums need not be written.
-__device__ __forceinline__ bool sum_over_blocks(Owned& own, uint8_t* smem, Float4* partials, uint32_t* counters,
-                                                const Deal& deal, int tile, bool look) {
-    __shared__ uint32_t arrived;
-    const int sharers = deal.sharers(tile), me = blockIdx.x;
-    const uint32_t others = sharers - 1;
-    float(&flat)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-    bool last = false;
-    if (look) {
-        if (threadIdx.x == 0) arrived = load_acquire(counters + tile);
-        __syncthreads();
-        last = arrived == others;
-    }
-    if (!last) {
-        Float4* mine = slot_of(partials, deal, me, tile);
-#pragma unroll
-        for (int i = 0; i < PARTIAL; i++) mine[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
-        const uint32_t before = count_in(counters + tile);
-        if (threadIdx.x == 0) arrived = before;
-        __syncthreads();
-        last = arrived == others;
-    }
-    __syncthreads();  // `arrived` is written again by the next tile
-    if (!last) return false;
-    if (threadIdx.x == 0) counters[tile] = 0;
-    // This block's own sums wait in shared memory for their turn, so that registers hold the total and a number of
-    // vectors in flight: of several slots where a slot is small, of a part of one where it is large.
-    Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < PARTIAL; i++) {
-        saved[i * THREADS] = {flat[i][0], flat[i][1], flat[i][2], flat[i][3]};
-        flat[i][0] = flat[i][1] = flat[i][2] = flat[i][3] = 0.f;
-    }
-    constexpr int FLIGHT = M_TILE < 64 ? 8 : 16, BATCH = PARTIAL < FLIGHT ? PARTIAL : FLIGHT, SLOTS = FLIGHT / BATCH;
-    for (int next = 0; next < sharers; next += SLOTS) {
-#pragma unroll
-        for (int begin = 0; begin < PARTIAL; begin += BATCH) {
-            Float4 v[SLOTS][BATCH];
-#pragma unroll
-            for (int s = 0; s < SLOTS; s++) {
-                if (next + s >= sharers) continue;
-                const int block = deal.sharer(tile, next + s);
-                if (block == me) {
-#pragma unroll
-                    for (int i = 0; i < BATCH; i++) v[s][i] = saved[(begin + i) * THREADS];
-                } else {
-                    const Float4* slot = slot_of(partials, deal, block, tile) + begin * THREADS;
-#pragma unroll
-                    for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
-                }
-            }
-#pragma unroll
-            for (int s = 0; s < SLOTS; s++) {
-                if (next + s >= sharers) continue;
-#pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    flat[begin + i][0] += v[s][i].x, flat[begin + i][1] += v[s][i].y;
-                    flat[begin + i][2] += v[s][i].z, flat[begin + i][3] += v[s][i].w;
-                }
-            }
-        }
-    }
-    __syncthreads();  // `saved` lies where the tile goes next
-    return true;
-}
+struct Block {
+    static constexpr int COUNT = THREADS;
+    static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
 
 // ---- registers -> global -------------------------------------------------------------------------------------------
 
@@ -525,37 +390,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int units = (padded_k + K_STAGE - 1) / K_STAGE;
     const Deal deal(split_tiles, units, each);
 
-    // First this block's run of the split tiles' units, then whole tiles at a stride of the grid.
-    int unit = deal.begin(blockIdx.x);
-    const int unit_end = deal.end(blockIdx.x);
-    int index = split_tiles + blockIdx.x;
-    {
-        const bool dealt = unit < unit_end;
-        const int current = dealt ? unit / units : index;
-        const int first = dealt ? unit - current * units : 0;
-        if (dealt || index < tiles)
-            prefetch_weights(p, tile_at(current, p), first, dealt ? min(units, first + unit_end - unit) : units);
+    Pieces pieces(deal, tiles);
+    if (pieces.left()) {
+        const Piece piece = pieces.next();
+        prefetch_weights(p, tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n), piece.first, piece.last);
     }
     wait_for_previous_grid();
     let_next_grid_start();
-    while (unit < unit_end || index < tiles) {
-        const bool dealt = unit < unit_end;
-        const int current = dealt ? unit / units : index;
-        const int first = dealt ? unit - current * units : 0;
-        const int last = dealt ? min(units, first + unit_end - unit) : units;
-        if (dealt)
-            unit += last - first;
-        else
-            index += gridDim.x;
-
-        const Tile tile = tile_at(current, p);
+    while (pieces.left()) {
+        const Piece piece = pieces.take();
+        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n);
         Accumulators acc = {};
-        run_units(acc, stages, p, tile, w, first, last);
+        run_units(acc, stages, p, tile, w, piece.first, piece.last);
         Owned own;
         sum_over_warps(own, acc, smem, w);
-        if (last - first < units) {
-            const bool look = unit == unit_end && deal.ends_late(blockIdx.x);
-            if (!sum_over_blocks(own, smem, partials, counters, deal, current, look)) continue;
+        if (piece.last - piece.first < units) {
+            __shared__ uint32_t arrived;
+            constexpr int FLIGHT = M_TILE < 64 ? 8 : 16;  // vectors of other blocks that a thread loads at once
+            float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
+            const bool look = pieces.unit == pieces.unit_end && deal.ends_late(blockIdx.x);
+            if (!sum_over_blocks<Block, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look)) continue;
         }
         store_tile(own, smem, p, tile, w);
     }

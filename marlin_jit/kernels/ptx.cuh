@@ -76,12 +76,14 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
 }
 // Counts this block in and returns, in thread 0, how many came before it: what any of the block's threads wrote before
 // the barrier is seen by a block that finds the count, and what the blocks before wrote is seen after the next barrier.
-__device__ __forceinline__ uint32_t count_in(uint32_t* counter) {
-    uint32_t before = 0;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+__device__ __forceinline__ uint32_t count_in_alone(uint32_t* counter) {  // the one thread, between two barriers
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
+}
+__device__ __forceinline__ uint32_t count_in(uint32_t* counter) {
+    __syncthreads();
+    return threadIdx.x == 0 ? count_in_alone(counter) : 0;
 }
 __device__ __forceinline__ void load_shared16(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

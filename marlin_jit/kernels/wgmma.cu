@@ -1,0 +1,420 @@
+// marlin_wgmma: C[M, N] = A[M, K] @ W[K, N] (+ bias), W in the Marlin format, on Hopper's tensor cores (wgmma, sm_90a).
+// With `gated`, C[M, N] = silu(A @ gate) * (A @ up), as in marlin.cu.
+//
+// What is computed. The transpose, with the weights of marlin.cu: C^T = W^T A^T, so that W, unpacked in registers, is the
+// A operand of wgmma, and activations are the B operand, straight from shared memory. Sums are float32.
+//
+// Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * J * WG_N columns. Its first warpgroups consume: they
+// stand in a grid, where (wn, wk) takes 64 * J columns and, in every stage, the wk-th share of the stage's k. Warp w of
+// a warpgroup takes 16 * J columns from 16 * J * w on, as J slabs of 16, each the warp's rows of one wgmma: J neighbouring
+// words of a lane's vector of B. Lane (g = lane / 4, t = lane % 4) holds for slab j and 8-row block mb
+//     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
+// One lane of the last warps produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
+//
+// How they meet. A stage's full barrier counts its bytes, its empty barrier one arrival of every consumer warp. While the
+// tensor cores multiply one k16 step, the next one's weights are unpacked into the other of two register sets. Within
+// a piece of work the producer runs ahead; between pieces sums and outputs pass through the ring's memory, and the
+// producer waits (idle barrier) until that is over. A block's first weights are asked for while the grid before it may
+// still work, its activations only after that.
+//
+// How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
+// share a tile add up.
+//
+// Build constants: BF16, M_TILE (32, 64, 128), J (1, 2, 4), WG_N, WG_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64,
+// 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS (blocks an SM, bounds
+// the registers).
+#include "hopper.cuh"
+#include "layout.cuh"
+#include "tiles.cuh"
+#include "weigh.cuh"
+
+constexpr int CONSUMERS = 128 * WG_N * WG_K;  // threads, the block's first
+constexpr int TILE_N = 64 * J * WG_N;
+constexpr int M_BLOCKS = M_TILE / 8;
+constexpr int STEPS = K_STAGE / 16;       // k16 steps of a stage
+constexpr int WG_STEPS = STEPS / WG_K;    // of them, each warpgroup's
+constexpr int OWN_BLOCKS = M_BLOCKS / WG_K;  // 8-row blocks a warpgroup finishes after the sum over wk
+static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
+static_assert(WG_K <= 2, "two sums have one order");
+static_assert(OWN_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
+
+// A warpgroup of producers, of which one lane works, can pass its registers on to the consumers, for whom those of an
+// even share are too few in large tiles. Elsewhere one warp leaves more of them.
+constexpr int PRODUCERS = J * M_TILE >= 256 ? 128 : 32;
+constexpr int THREADS = CONSUMERS + PRODUCERS;
+
+// A stage: activations as K_STAGE/64 boxes of [M_TILE][64], swizzled as wgmma reads them; weights as rows of k16, each a
+// word vector a lane and chunk; rows of scales and zeros.
+constexpr int GROUP_K = GROUP == 0 ? 1 : GROUP;
+constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP_K : 1);
+constexpr int BOX_BYTES = M_TILE * 128;
+constexpr int A_BYTES = M_TILE * K_STAGE * 2;
+constexpr int W_ROW = TILE_N * 8;
+constexpr int S_ROW = TILE_N * 2;
+constexpr int S_BYTES = SCALE_ROWS * S_ROW;
+constexpr int W_AT = A_BYTES;
+constexpr int S_AT = W_AT + STEPS * W_ROW;
+constexpr int Z_AT = S_AT + S_BYTES;
+constexpr int COPIED_BYTES = Z_AT + (ZEROS ? S_BYTES : 0);
+constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;  // swizzled boxes begin on multiples of 1024
+
+// Behind the ring: the barriers, and the word by which sums over blocks agree who is last.
+constexpr int FULL_AT = STAGES * STAGE_BYTES;
+constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int IDLE_AT = EMPTY_AT + STAGES * 8;
+constexpr int ARRIVED_AT = IDLE_AT + 8;
+
+struct Maps {
+    const TensorMap *a, *w, *scales, *zeros;
+};
+
+struct Problem {
+    const uint16_t *scales, *zeros;  // as in marlin.cu; used where there is one group a column
+    const uint16_t* bias;  // or null
+    uint16_t* c;
+    int64_t ldc;
+    int m, n, padded_n;
+    bool gated;
+};
+
+// A place in the ring, and the parity of the phase that its full barrier is in.
+struct Place {
+    int slot = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void advance() {
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        if (slot == 0) parity ^= 1;
+    }
+    __device__ __forceinline__ uint32_t stage(uint32_t ring) const { return ring + slot * STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t full(uint32_t ring) const { return ring + FULL_AT + slot * 8; }
+    __device__ __forceinline__ uint32_t empty(uint32_t ring) const { return ring + EMPTY_AT + slot * 8; }
+};
+
+// ---- global -> shared: the producer --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
+                                             int unit) {
+    const uint32_t stage = at.stage(ring), full = at.full(ring);
+    barrier_expect(full, COPIED_BYTES);
+    copy_box(stage + W_AT, maps.w, tile.n0, unit * STEPS, full);
+    if (GROUP != 0) {
+        const int row = unit * K_STAGE / GROUP_K;
+        copy_box(stage + S_AT, maps.scales, tile.n0, row, full);
+        if (ZEROS) copy_box(stage + Z_AT, maps.zeros, tile.n0, row, full);
+    }
+}
+__device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
+                                                 int unit) {
+#pragma unroll
+    for (int box = 0; box < K_STAGE / 64; box++)
+        copy_box(at.stage(ring) + box * BOX_BYTES, maps.a, unit * K_STAGE + box * 64, tile.m0, at.full(ring));
+}
+
+// Everything that one block's consumers will want, in their order.
+__device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const Problem& p, Pieces pieces) {
+    Place at;
+    uint32_t idle_parity = 0;
+    bool begun = false;
+#pragma unroll 1
+    while (pieces.left()) {
+        const Piece piece = pieces.take();
+        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        int unit = piece.first;
+        if (!begun) {
+            const int filled = min(piece.last, unit + STAGES);
+            Place first = at;
+#pragma unroll 1
+            for (int i = unit; i < filled; i++, first.advance()) copy_weights(ring, first, maps, tile, i);
+            wait_for_previous_grid();
+#pragma unroll 1
+            for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
+            let_next_grid_start();
+            begun = true;
+        } else {
+            barrier_wait(ring + IDLE_AT, idle_parity);
+            idle_parity ^= 1;
+        }
+#pragma unroll 1
+        for (; unit < piece.last; unit++, at.advance()) {
+            barrier_wait(at.empty(ring), at.parity ^ 1);
+            copy_weights(ring, at, maps, tile, unit);
+            copy_activations(ring, at, maps, tile, unit);
+        }
+    }
+}
+
+// ---- shared -> registers -> tensor cores: the consumers ------------------------------------------------------------
+
+struct Warp {
+    int lane, g, t, wk;
+    int column;                 // the warp's first in the tile
+    uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
+    __device__ __forceinline__ Warp() {
+        const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same for all lanes
+        const int warpgroup = warp / 4, wn = warpgroup % WG_N;
+        lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wk = warpgroup / WG_N;
+        column = (wn * 4 + warp % 4) * 16 * J;
+        const int chunk = column / 64, word = column % 64 / 16, first = wk * WG_STEPS;
+        constexpr int SHARE_ROWS = WG_STEPS * 16 / (GROUP == 0 ? 1024 : GROUP);  // of scales, in a share of k
+        a_at = first / 4 * BOX_BYTES + first % 4 * 32;
+        w_at = W_AT + first * W_ROW + chunk * 512 + lane * 16 + word * 4;
+        s_at = S_AT + wk * (SHARE_ROWS * S_ROW) + chunk * 128 + g * 16 + word * 4;
+    }
+};
+
+using Accumulators = float[J][M_BLOCKS][4];
+
+struct Fetched {
+    uint32_t words[J];
+    Scales<J> scales;
+};
+
+__device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (step == 0 || step * 16 % GROUP_K == 0); }
+
+// The words of one step, and its scales where it begins a group or a stage.
+__device__ __forceinline__ void fetch(Fetched& f, uint32_t stage, const Warp& w, int step) {
+    load_shared(f.words, stage + w.w_at + step * W_ROW);
+    if (group_begins(step)) {
+        const uint32_t from = stage + w.s_at + step * 16 / GROUP_K * S_ROW;
+        uint32_t zeros[J] = {};
+        load_shared(f.scales.scale, from);
+        if (ZEROS) load_shared(zeros, from + S_BYTES);
+        f.scales.set_zeros(zeros);
+    }
+}
+
+// One group a column: read once a piece, straight from global memory.
+__device__ __forceinline__ void column_scales(Scales<J>& s, const Problem& p, const Tile& tile, const Warp& w) {
+    uint32_t zeros[J] = {};
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int at = scale_position(min(tile.n0 + w.column, p.padded_n - 16 * J) + 16 * j + w.g, true);
+        s.scale[j] = p.scales[at] | static_cast<uint32_t>(p.scales[at + 2]) << 16;
+        if (ZEROS) zeros[j] = p.zeros[at] | static_cast<uint32_t>(p.zeros[at + 2]) << 16;
+    }
+    s.set_zeros(zeros);
+}
+
+// Adds a number of units to acc, from place `at` of the ring on.
+__device__ __forceinline__ void run_units(Accumulators& acc, Fetched& f, uint32_t ring, Place& at, const Warp& w,
+                                          int units) {
+    uint32_t a[2][J][4];  // weights of this step and the next
+    barrier_wait(at.full(ring), at.parity);
+    fetch(f, at.stage(ring), w, 0);
+#pragma unroll
+    for (int j = 0; j < J; j++) weigh_word(a[0][j], f.words[j], f.scales, j);
+    uint32_t read = 0;  // empty barrier of the stage before this one
+#pragma unroll 1
+    for (int left = units; left > 0; left--) {
+        const uint32_t stage = at.stage(ring), empty = at.empty(ring);
+        const uint64_t operand = operand_at(stage + w.a_at);
+        at.advance();
+#pragma unroll
+        for (int step = 0; step < WG_STEPS; step++) {
+            products_fence();
+#pragma unroll
+            for (int j = 0; j < J; j++)
+                product(*reinterpret_cast<float(*)[M_BLOCKS * 4]>(&acc[j]), a[step % 2][j],
+                        operand + (step / 4 * BOX_BYTES + step % 4 * 32) / 16);
+            products_commit();
+            if (step + 1 < WG_STEPS) {
+                fetch(f, stage, w, step + 1);
+            } else {
+                barrier_wait(at.full(ring), at.parity, left > 1);
+                fetch(f, at.stage(ring), w, 0);
+            }
+            products_wait<1>();
+            if (step == 0 && left < units && w.lane == 0) barrier_arrive(read);
+#pragma unroll
+            for (int j = 0; j < J; j++) weigh_word(a[(step + 1) % 2][j], f.words[j], f.scales, j);
+        }
+        read = empty;
+    }
+    products_wait<0>();
+    if (w.lane == 0) barrier_arrive(read);
+}
+
+// ---- sums over warpgroups ------------------------------------------------------------------------------------------
+
+struct Consumers {
+    static constexpr int COUNT = CONSUMERS;
+    static __device__ __forceinline__ void sync() { sync_first<CONSUMERS>(); }
+};
+
+using Owned = float[J][OWN_BLOCKS][4];
+
+// Adds the WG_K partial sums; warpgroup wk keeps 8-row blocks [wk * OWN_BLOCKS, (wk + 1) * OWN_BLOCKS).
+__device__ __forceinline__ void sum_over_warpgroups(Owned& own, const Accumulators& acc, uint8_t* smem, const Warp& w) {
+    Consumers::sync();  // the ring is read, and may be written
+    if constexpr (WG_K == 1) {
+#pragma unroll
+        for (int i = 0; i < J * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
+    } else {
+        Float4* shared = reinterpret_cast<Float4*>(smem);
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+            for (int mb = 0; mb < OWN_BLOCKS; mb++) {
+                const float (&low)[4] = acc[j][mb], (&high)[4] = acc[j][OWN_BLOCKS + mb];
+                float give[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    give[i] = w.wk == 0 ? high[i] : low[i];
+                    own[j][mb][i] = w.wk == 0 ? low[i] : high[i];
+                }
+                shared[(j * OWN_BLOCKS + mb) * CONSUMERS + threadIdx.x] = {give[0], give[1], give[2], give[3]};
+            }
+        Consumers::sync();
+        const int partner = (threadIdx.x + 128 * WG_N) % CONSUMERS;
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+            for (int mb = 0; mb < OWN_BLOCKS; mb++) {
+                const Float4 v = shared[(j * OWN_BLOCKS + mb) * CONSUMERS + partner];
+                own[j][mb][0] += v.x, own[j][mb][1] += v.y, own[j][mb][2] += v.z, own[j][mb][3] += v.w;
+            }
+        Consumers::sync();
+    }
+}
+
+// ---- registers -> global -------------------------------------------------------------------------------------------
+
+constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
+
+// Rounds once, and leaves the transposed fragments in shared memory as rows: four matrices at a time, in lane order
+// (n 0-7, m 0-7), (n 8-15, m 0-7), (n 0-7, m 8-15), (n 8-15, m 8-15).
+__device__ __forceinline__ void round_tile(const Owned& own, uint32_t shared, const Problem& p, const Tile& tile,
+                                           const Warp& w) {
+    const int row = w.wk * (OWN_BLOCKS * 8) + w.lane / 16 * 8 + w.lane % 8, column = w.column + w.lane / 8 % 2 * 8;
+    const uint32_t to = shared + (row * PITCH + column) * 2;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const int n = tile.n0 + w.column + 16 * j + w.g;
+        float bias[2] = {0.f, 0.f};
+        if (p.bias != nullptr) {
+            if (n < p.n) bias[0] = Type::to_float(p.bias[n]);
+            if (n + 8 < p.n) bias[1] = Type::to_float(p.bias[n + 8]);
+        }
+#pragma unroll
+        for (int mb = 0; mb < OWN_BLOCKS; mb += 2) {
+            uint32_t matrices[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float(&v)[4] = own[j][mb + i / 2];
+                matrices[i] = Type::pair(v[i % 2 * 2] + bias[i % 2], v[i % 2 * 2 + 1] + bias[i % 2]);
+            }
+            store_transposed(to + mb * (16 * PITCH) + j * 32, matrices);
+        }
+    }
+}
+
+// The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8. Two matrices at a time:
+// (m 0-7), (m 8-15).
+__device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t shared, const Warp& w) {
+    const int row = w.wk * (OWN_BLOCKS * 8) + w.lane % 16, feature = w.column / 2;
+    const uint32_t to = shared + (row * PITCH + feature) * 2;
+#pragma unroll
+    for (int j = 0; j < J; j++)
+#pragma unroll
+        for (int mb = 0; mb < OWN_BLOCKS; mb += 2) {
+            uint32_t matrices[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float(&v)[4] = own[j][mb + i];
+                matrices[i] = Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]);
+            }
+            store_transposed(to + mb * (16 * PITCH) + j * 16, matrices);
+        }
+}
+
+// Writes a tile as 16-byte rows. Every thread makes as many passes: see barrier_wait.
+__device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
+                                           const Warp& w) {
+    if (p.gated)
+        round_gated_tile(own, shared_address(smem), w);
+    else
+        round_tile(own, shared_address(smem), p, tile, w);
+    Consumers::sync();
+    const uint16_t* shared = reinterpret_cast<const uint16_t*>(smem);
+    const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
+    const int halved = p.gated ? 1 : 0, vectors = TILE_N / 8 >> halved;  // of a row, a power of two
+    const int rows = CONSUMERS / vectors;                                // of a pass
+    const int column = threadIdx.x % vectors * 8, n = (tile.n0 >> halved) + column;
+#pragma unroll 1
+    for (int first = 0; first < M_TILE; first += rows) {
+        const int row = first + threadIdx.x / vectors, m = tile.m0 + row;
+        if (m >= p.m || n >= p.n) continue;
+        uint16_t* to = p.c + m * p.ldc + n;
+        const uint16_t* from = shared + row * PITCH + column;
+        if (aligned && n + 8 <= p.n) {
+            *reinterpret_cast<Vec4*>(to) = *reinterpret_cast<const Vec4*>(from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (n + i < p.n) to[i] = from[i];
+        }
+    }
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void consume(uint8_t* smem, const Problem& p, Pieces pieces, const Deal& deal,
+                                        Float4* partials, uint32_t* counters) {
+    constexpr int PARTIAL = J * OWN_BLOCKS;                 // Float4s a thread
+    constexpr int FLIGHT = MIN_BLOCKS > 1 && PARTIAL > 8 ? 4 : 8;  // of other blocks that a thread loads at once
+    const uint32_t ring = shared_address(smem);
+    uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
+    const Warp w;
+    Place at;
+    wait_for_previous_grid();
+    let_next_grid_start();
+#pragma unroll 1
+    while (pieces.left()) {
+        const Piece piece = pieces.take();
+        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        Accumulators acc = {};
+        Fetched f;
+        if (GROUP == 0) column_scales(f.scales, p, tile, w);
+        run_units(acc, f, ring, at, w, piece.last - piece.first);
+        Owned own;
+        sum_over_warpgroups(own, acc, smem, w);
+        bool whole = true;
+        if (piece.last - piece.first < deal.units) {
+            float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
+            const bool look = pieces.unit == pieces.unit_end && deal.ends_late(blockIdx.x);
+            whole = sum_over_blocks<Consumers, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look);
+        }
+        if (whole) store_tile(own, smem, p, tile, w);
+        hand_to_copies();
+        if (w.lane == 0) barrier_arrive(ring + IDLE_AT);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    marlin_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap w,
+                 const __grid_constant__ TensorMap scale_rows, const __grid_constant__ TensorMap zero_rows,
+                 const uint16_t* scales, const uint16_t* zeros, const uint16_t* bias, uint16_t* c, int64_t ldc, int m,
+                 int n, int padded_n, int padded_k, int gated, int split_tiles, int each, Float4* partials,
+                 uint32_t* counters) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const uint32_t ring = shared_address(smem);
+    const Problem p = {scales, zeros, bias, c, ldc, m, n, padded_n, gated != 0};
+    const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
+    const Deal deal(split_tiles, (padded_k + K_STAGE - 1) / K_STAGE, each);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(ring + FULL_AT + i * 8, 1);
+            barrier_init(ring + EMPTY_AT + i * 8, CONSUMERS / 32);
+        }
+        barrier_init(ring + IDLE_AT, CONSUMERS / 32);
+        barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        if (PRODUCERS == 128) give_registers<40>();
+        if (threadIdx.x == CONSUMERS) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, Pieces(deal, tiles));
+    } else {
+        if (PRODUCERS == 128) take_registers<232>();
+        consume(smem, p, Pieces(deal, tiles), deal, partials, counters);
+    }
+}
