@@ -43,6 +43,13 @@ __device__ __forceinline__ void sync_first() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
+// True in one lane of a warp, always the same; written so that the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+    uint32_t yes;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+    return yes != 0;
+}
+
 // ---- copies of boxes -----------------------------------------------------------------------------------------------
 
 // Copies the box at element (x, y) of a map, and counts its bytes in. What is out of bounds is zeros, and counts too.

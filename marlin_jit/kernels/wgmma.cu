@@ -94,6 +94,7 @@ struct Place {
 
 __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
                                              int unit) {
+    if (!elected()) return;
     const uint32_t stage = at.stage(ring), full = at.full(ring);
     barrier_expect(full, COPIED_BYTES);
     copy_box(stage + W_AT, maps.w, tile.n0, unit * STEPS, full);
@@ -105,6 +106,7 @@ __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, con
 }
 __device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
                                                  int unit) {
+    if (!elected()) return;
 #pragma unroll
     for (int box = 0; box < K_STAGE / 64; box++)
         copy_box(at.stage(ring) + box * BOX_BYTES, maps.a, unit * K_STAGE + box * 64, tile.m0, at.full(ring));
@@ -149,8 +151,7 @@ struct Warp {
     int lane, g, t, wk;
     int column;                 // the warp's first in the tile
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
-    __device__ __forceinline__ Warp() {
-        const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same for all lanes
+    __device__ __forceinline__ explicit Warp(int warp) {
         const int warpgroup = warp / 4, wn = warpgroup % WG_N;
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wk = warpgroup / WG_N;
         column = (wn * 4 + warp % 4) * 16 * J;
@@ -358,13 +359,13 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void consume(uint8_t* smem, const Problem& p, Pieces pieces, const Deal& deal,
+__device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, Pieces pieces, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
     constexpr int PARTIAL = J * OWN_BLOCKS;                 // Float4s a thread
     constexpr int FLIGHT = MIN_BLOCKS > 1 && PARTIAL > 8 ? 4 : 8;  // of other blocks that a thread loads at once
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
-    const Warp w;
+    const Warp w(warp);
     Place at;
     wait_for_previous_grid();
     let_next_grid_start();
@@ -410,11 +411,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         barriers_ready();
     }
     __syncthreads();
-    if (threadIdx.x >= CONSUMERS) {
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same for all lanes
+    if (warp >= CONSUMERS / 32) {
         if (PRODUCERS == 128) give_registers<40>();
-        if (threadIdx.x == CONSUMERS) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, Pieces(deal, tiles));
+        if (warp == CONSUMERS / 32) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, Pieces(deal, tiles));
     } else {
         if (PRODUCERS == 128) take_registers<232>();
-        consume(smem, p, Pieces(deal, tiles), deal, partials, counters);
+        consume(smem, warp, p, Pieces(deal, tiles), deal, partials, counters);
     }
 }
