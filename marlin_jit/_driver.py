@@ -32,19 +32,29 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+_ALIGNMENT = 64
+"""Of a tensor map among the parameters, and so of all of them."""
+
+
 class _Arguments:
     """Memory for a kernel's arguments and for the addresses of each."""
 
     def __init__(self, layout: str) -> None:
-        self.packing = struct.Struct("@" + layout)
-        self.buffer = ctypes.create_string_buffer(self.packing.size)
-        start, places = ctypes.addressof(self.buffer), []
-        for i in range(len(layout)):
+        fields, offset, offsets = "@", 0, []
+        for kind in layout:
             # Where each begins: after those before it, aligned to its own size.
-            before = struct.calcsize("@" + layout[:i])
-            size = struct.calcsize("@" + layout[i])
-            places.append(start + -(-before // size) * size)
-        self.places = (ctypes.c_void_p * len(places))(*places)
+            field = "128s" if kind == "T" else kind
+            size = struct.calcsize(field)
+            alignment = min(size, _ALIGNMENT)
+            at = -(-offset // alignment) * alignment
+            fields += f"{at - offset}x{field}"
+            offsets.append(at)
+            offset = at + size
+        self.packing = struct.Struct(fields)
+        memory = ctypes.create_string_buffer(offset + _ALIGNMENT)
+        start = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        self.buffer = (ctypes.c_char * offset).from_buffer(memory, start - ctypes.addressof(memory))
+        self.places = (ctypes.c_void_p * len(offsets))(*(start + at for at in offsets))
         self.address = ctypes.addressof(self.places)
 
 
@@ -94,8 +104,8 @@ def launch(
         CUstream.
     layout : str
         A character of :mod:`struct` for each parameter: P for a pointer, q and i for integers of 64 and 32
-        bits, I for an unsigned one, f for a float.
-    values : tuple of int or float
+        bits, I for an unsigned one, f for a float; T for the 128 bytes of a tensor map.
+    values : tuple of int, float or bytes
         The arguments.
     overlap : bool
         Whether the kernel may start before the one before it has ended; it must then wait by itself.

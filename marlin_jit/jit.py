@@ -153,8 +153,8 @@ class Kernel:
         grid : (int, int, int)
         threads : int
             Of a block.
-        args : tuple of int or float
-            In the kernel's order, addresses for pointers.
+        args : tuple of int, float or bytes
+            In the kernel's order, addresses for pointers, bytes for tensor maps.
         smem : int
             Dynamic shared memory in bytes, at most `dynamic_smem`.
 
@@ -560,7 +560,7 @@ def _load_on_device(
     return Kernel(function, compiled, device_id, static_smem, _read_sources(root)[0][source])
 
 
-_PARAMETERS = {"int64_t": "q", "int": "i", "uint32_t": "I", "float": "f"}
+_PARAMETERS = {"int64_t": "q", "int": "i", "uint32_t": "I", "float": "f", "TensorMap": "T"}
 
 
 def parameter_layout(text: str, name: str) -> str:
@@ -577,7 +577,7 @@ def parameter_layout(text: str, name: str) -> str:
         raise CompileError(f"no __global__ function {name} is found in its source")
     layout = ""
     for parameter in found[1].split(",") if found[1].strip() else ():
-        words = parameter.replace("const", "").split()
+        words = re.sub(r"\b(const|__grid_constant__)\b", "", parameter).split()
         kind = "P" if "*" in parameter else _PARAMETERS.get(words[0])
         if kind is None:
             raise CompileError(f"parameter {parameter.strip()!r} of {name}: of no type that is passed")

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from marlin_jit import _tensor_map
 from marlin_jit._array import BFLOAT16, Array
+from marlin_jit._tensor_map import tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
@@ -25,6 +27,9 @@ from marlin_jit.plan import (
     gemm_build,
     gemm_stages,
     gemm_tile_shapes,
+    wgmma_build,
+    wgmma_stages,
+    wgmma_tile_shapes,
 )
 from marlin_jit.rounding import Iteration
 from marlin_jit.weight import MarlinWeight, QuantWeight
@@ -72,13 +77,30 @@ class Prepared:
     grid: tuple[int, int, int]
     threads: int
     smem: int
-    weights: tuple[int, ...]
+    weights: tuple[Any, ...]  # addresses, tensor maps
     sizes: tuple[int, ...]
     keeps: tuple[Any, ...]  # the arrays whose addresses these are
 
     def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements."""
         args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
+        self.kernel(self.grid, self.threads, args, self.smem)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWgmma(Prepared):
+    """The same of `marlin_wgmma`, which reads activations through a tensor map of these sizes."""
+
+    kind: int
+    rows: int
+    columns: int
+    box: tuple[int, int]
+
+    def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
+        """As for `Prepared`."""
+        at = self.rows, self.columns, 2 * x_stride, self.box
+        activations = tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128)
+        args = (activations, *self.weights, bias, out, out_stride, *self.sizes)
         self.kernel(self.grid, self.threads, args, self.smem)
 
 
@@ -102,18 +124,45 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
     partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
     zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
+    keeps = (weight.B, weight.scales, zeros, partials, counters)
+    launch = kernel, (*plan.grid, 1), plan.threads, plan.smem
+    scratch_addresses = _address(partials), _address(counters)
+    padded_k, padded_n = weight.padded_shape
+    if plan.build.name == "marlin_wgmma":
+        return PreparedWgmma(
+            *launch,
+            weights=(*_weight_maps(plan.build, weight, zeros), _address(weight.scales), _address(zeros)),
+            sizes=(rows, columns, padded_n, padded_k, gated, plan.split_tiles, plan.each, *scratch_addresses),
+            keeps=keeps,
+            kind=_tensor_map.BFLOAT16 if weight.dtype == BFLOAT16 else _tensor_map.FLOAT16,
+            rows=rows,
+            columns=whole_vectors(weight.K),
+            box=(_defines(plan.build)["M_TILE"], 64),
+        )
     schedule = (plan.split_tiles, plan.each) if plan.build.name == "marlin_gemm" else ()
     return Prepared(
-        kernel=kernel,
-        grid=(*plan.grid, 1),
-        threads=plan.threads,
-        smem=plan.smem,
+        *launch,
         weights=(_address(weight.B), _address(weight.scales), _address(zeros)),
         sizes=(
-            *(rows, columns, whole_vectors(weight.K), *reversed(weight.padded_shape), gated),
-            *(*schedule, _address(partials), _address(counters)),
+            *(rows, columns, whole_vectors(weight.K), padded_n, padded_k, gated),
+            *(*schedule, *scratch_addresses),
         ),
-        keeps=(weight.B, weight.scales, zeros, partials, counters),
+        keeps=keeps,
+    )
+
+
+def _weight_maps(build: Build, weight: MarlinWeight, zeros: Array | None) -> tuple[bytes, bytes, bytes]:
+    """Tensor maps of codes (a k16 row of a column is 8 bytes), scales and zeros, with boxes of a stage."""
+    macros = _defines(build)
+    padded_k, padded_n = weight.padded_shape
+    n_tile, k_stage = 64 * macros["J"] * macros["WG_N"], macros["K_STAGE"]
+    codes = (_tensor_map.UINT64, padded_k // 16, padded_n, 8 * padded_n, (k_stage // 16, n_tile))
+    group_rows = 1 if weight.group_size == -1 else max(1, k_stage // weight.group_size)
+    scales = (_tensor_map.UINT16, weight.scales.shape[0], padded_n, 2 * padded_n, (group_rows, n_tile))
+    return (
+        tensor_map(_address(weight.B), *codes),
+        tensor_map(_address(weight.scales), *scales),
+        tensor_map(_address(weight.scales if zeros is None else zeros), *scales),
     )
 
 
@@ -356,6 +405,10 @@ def all_builds(arch: str) -> list[Build]:
                     fitting = gemm_stages(tile, problem, limits)
                     if fitting is not None:
                         builds.append(gemm_build(tile, fitting[0], problem))
+                for wgmma_tile in wgmma_tile_shapes(problem, limits):
+                    fitting = wgmma_stages(wgmma_tile, problem, limits)
+                    if fitting is not None:
+                        builds.append(wgmma_build(wgmma_tile, fitting[0], problem))
                 builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem, limits))
     return list(dict.fromkeys(builds))  # tiles may take integer zero points as deltas
 

@@ -89,8 +89,8 @@ class Plan:
     grid: tuple[int, int]
     threads: int
     smem: int
-    split_tiles: int  # marlin_gemm: tiles that blocks share
-    each: int  # marlin_gemm: units that a split tile's blocks take, the last the others; 0: dealt out evenly
+    split_tiles: int  # marlin_gemm, marlin_wgmma: tiles that blocks share
+    each: int  # the same: units that a split tile's blocks take, the last the others; 0: dealt out evenly
     partial_bytes: int  # float32 partial sums in global memory
     counters: int  # arrival counters, one a split tile
     microseconds: float
@@ -245,8 +245,17 @@ def gemm_plan(
         return None
     stages, _ = fitting
     smem = max(stages * tile.stage_bytes(problem.group_size, problem.zeros), tile.sums_bytes)
+    return _tiled_plan(
+        tile, gemm_build(tile, stages, problem), smem, (grid, split_tiles, each), problem, limits
+    )
+
+
+def _tiled_plan(
+    tile: Tile, build: Build, smem: int, schedule: tuple[int, int, int], problem: Problem, limits: Limits
+) -> Plan:
+    grid, split_tiles, each = schedule
     return Plan(
-        build=gemm_build(tile, stages, problem),
+        build=build,
         grid=(grid, 1),
         threads=tile.threads,
         smem=_uncrowded(smem, grid, limits),
@@ -272,7 +281,7 @@ def _uncrowded(smem: int, grid: int, limits: Limits) -> int:
     return max(smem, too_much_for_another) if too_much_for_another <= most else smem
 
 
-def gemm_tiles(tile: GemmTile, problem: Problem) -> tuple[int, int]:
+def gemm_tiles(tile: Tile, problem: Problem) -> tuple[int, int]:
     """Number of tiles, and units of k in each."""
     tiles = _ceil_div(problem.m, tile.m_tile) * _ceil_div(problem.padded_n, tile.n_tile)
     return tiles, _ceil_div(problem.padded_k, tile.k_stage)
@@ -288,13 +297,18 @@ def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
         fitting = gemm_stages(tile, problem, limits)
         if fitting is None:
             continue
-        slots = limits.sm_count * fitting[1]
-        tiles, units = gemm_tiles(tile, problem)
-        unit = _unit_microseconds(tile, problem)
-        for grid, split_tiles, each in _schedules(tiles, units, slots, limits.sm_count, unit):
-            plan = gemm_plan(tile, grid, split_tiles, each, problem, limits)
+        for schedule in _schedules_of(tile, fitting[1], problem, limits):
+            plan = gemm_plan(tile, *schedule, problem, limits)
             if plan is not None:
                 yield plan
+
+
+def _schedules_of(
+    tile: Tile, blocks: int, problem: Problem, limits: Limits
+) -> Iterator[tuple[int, int, int]]:
+    tiles, units = gemm_tiles(tile, problem)
+    unit = _unit_microseconds(tile, problem)
+    return _schedules(tiles, units, limits.sm_count * blocks, limits.sm_count, unit)
 
 
 _SHARERS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -322,6 +336,145 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
         for each in sorted({round((units - lead / (unit * resident)) / sharers) for lead in _LEADS}):
             if each > 0 and each * (sharers - 1) < units:
                 yield grid, tiles, each
+
+
+# ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than a few rows --------------------------------
+
+WGMMA_MIN_M = 17
+"""Below, wgmma would multiply more rows of zeros than of activations: it has no fewer than 32."""
+_WGMMA_MAX_STAGES = 8
+_WGMMA_MIN_STAGES = 2
+_WGMMA_BARRIERS = 256  # bytes behind the ring
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """The shape of a block's work in wgmma.cu.
+
+    Parameters
+    ----------
+    m_tile : int
+        Rows.
+    slabs : int
+        Instructions that a consumer warpgroup issues a k16 step, each for 64 columns.
+    wg_n, wg_k : int
+        Consumer warpgroups along N, and those that share a stage's k.
+    k_stage : int
+        k of a stage.
+    blocks : int
+        Blocks an SM should hold, which bounds registers and shared memory.
+    """
+
+    m_tile: int
+    slabs: int
+    wg_n: int
+    wg_k: int
+    k_stage: int
+    blocks: int
+
+    @property
+    def n_tile(self) -> int:
+        return CHUNK_N * self.slabs * self.wg_n
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and a warpgroup that copies and passes on its registers."""
+        return 128 * (self.wg_n * self.wg_k + 1)
+
+    def stage_bytes(self, group_size: int, zeros: Zeros) -> int:
+        """Shared memory of a stage: activations, codes, scales and zeros, on a multiple of 1024."""
+        rows = 0 if group_size == -1 else max(1, self.k_stage // group_size)
+        scales = rows * self.n_tile * 2 * (2 if zeros else 1)
+        copied = self.m_tile * self.k_stage * 2 + self.k_stage * self.n_tile // 2 + scales
+        return _ceil_div(copied, 1024) * 1024
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory, the ring's, that the end of a tile needs: for sums, then for the output."""
+        return max(self.partial_bytes, self.m_tile * (self.n_tile + 8) * 2)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Float32 sums of a tile."""
+        return self.m_tile * self.n_tile * 4
+
+
+Tile = GemmTile | WgmmaTile
+
+
+def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]:
+    """The tile shapes for a problem on a device; none but for compute capability 9.0."""
+    if limits.major != 9 or _half_tail(problem):
+        return ()
+    return (
+        WgmmaTile(32, 2, 1, 2, 128, 2),
+        WgmmaTile(32, 4, 1, 2, 128, 1),
+        WgmmaTile(64, 2, 1, 2, 128, 1),
+        WgmmaTile(64, 2, 2, 1, 128, 1),
+        WgmmaTile(64, 4, 1, 2, 128, 1),
+        WgmmaTile(128, 1, 2, 1, 128, 1),
+        WgmmaTile(128, 2, 2, 1, 128, 1),
+    )
+
+
+def wgmma_stages(tile: WgmmaTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
+    """Stages and blocks an SM that the device's shared memory allows, or None if the tile does not fit it."""
+    stage = tile.stage_bytes(problem.group_size, problem.zeros)
+    for blocks in range(tile.blocks, 0, -1):
+        room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM) - _STATIC_SMEM
+        stages = min(_WGMMA_MAX_STAGES, (room - _WGMMA_BARRIERS) // stage)
+        if stages >= _WGMMA_MIN_STAGES and stages * stage >= tile.sums_bytes:
+            return stages, blocks
+    return None
+
+
+def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
+    """The build of wgmma.cu for a tile."""
+    return Build(
+        "wgmma.cu",
+        "marlin_wgmma",
+        (
+            *_type_macros(problem, problem.zeros),
+            ("M_TILE", tile.m_tile),
+            ("J", tile.slabs),
+            ("WG_N", tile.wg_n),
+            ("WG_K", tile.wg_k),
+            ("K_STAGE", tile.k_stage),
+            ("STAGES", stages),
+            ("MIN_BLOCKS", tile.blocks),
+        ),
+    )
+
+
+def wgmma_plan(
+    tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+) -> Plan | None:
+    """As `gemm_plan`."""
+    fitting = wgmma_stages(tile, problem, limits)
+    if fitting is None:
+        return None
+    stages, _ = fitting
+    smem = stages * tile.stage_bytes(problem.group_size, problem.zeros) + _WGMMA_BARRIERS
+    return _tiled_plan(
+        tile, wgmma_build(tile, stages, problem), smem, (grid, split_tiles, each), problem, limits
+    )
+
+
+def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
+    if problem.m < WGMMA_MIN_M:
+        return
+    for tile in wgmma_tile_shapes(problem, limits):
+        if 32 < tile.m_tile >= 2 * problem.m:
+            continue  # half the rows or more would be padding, and a smaller tile exists
+        if tile.m_tile < 128 and problem.m > 512:
+            continue  # unpacks every weight more often than a larger tile
+        fitting = wgmma_stages(tile, problem, limits)
+        if fitting is None:
+            continue
+        for schedule in _schedules_of(tile, fitting[1], problem, limits):
+            plan = wgmma_plan(tile, *schedule, problem, limits)
+            if plan is not None:
+                yield plan
 
 
 # ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
@@ -431,17 +584,23 @@ def _stream_microseconds(problem: Problem) -> float:
     return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / _STREAM
 
 
-def _unit_microseconds(tile: GemmTile, problem: Problem) -> float:
+def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
+    chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
+    if isinstance(tile, WgmmaTile):
+        # Clocks: unpacking and products overlap, but not completely; products alone take 4 a row.
+        clocks = max(4 * tile.m_tile, (270 if tile.n_tile == 128 else 212) + 2.2 * tile.m_tile)
+        return (clocks + (12 if problem.zeros else 0)) / _WGMMA_CLOCK * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
-    return chunk * tile.warps_n * tile.k_stage / 128
+    return chunk * chunks
 
 
-def _busiest_units(
-    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int
-) -> float:
+_WGMMA_CLOCK = 1700  # a microsecond, under that load
+
+
+def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
     """Units of the busiest SM."""
     tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, sms)
@@ -455,7 +614,7 @@ def _busiest_units(
 
 
 def _gemm_microseconds(
-    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+    tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> float:
     _, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
@@ -504,7 +663,7 @@ def plans(problem: Problem, limits: Limits) -> list[Plan]:
     """
     if problem.m < 1:
         raise ValueError(f"a plan needs at least one row, got m = {problem.m}")
-    found = [*_decode_plans(problem, limits), *_gemm_plans(problem, limits)]
+    found = [*_decode_plans(problem, limits), *_gemm_plans(problem, limits), *_wgmma_plans(problem, limits)]
     return sorted(found, key=lambda plan: plan.microseconds)
 
 

@@ -388,17 +388,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Warp w;
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
     const int units = (padded_k + K_STAGE - 1) / K_STAGE;
-    const Deal deal(split_tiles, units, each);
+    const Deal deal(split_tiles, units, each, tiles);
 
-    Pieces pieces(deal, tiles);
-    if (pieces.left()) {
-        const Piece piece = pieces.next();
+    Pieces pieces(deal);
+    if (pieces.left(deal)) {
+        const Piece piece = pieces.next(deal);
         prefetch_weights(p, tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n), piece.first, piece.last);
     }
     wait_for_previous_grid();
     let_next_grid_start();
-    while (pieces.left()) {
-        const Piece piece = pieces.take();
+    while (pieces.left(deal)) {
+        const Piece piece = pieces.take(deal);
         const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n);
         Accumulators acc = {};
         run_units(acc, stages, p, tile, w, piece.first, piece.last);
@@ -408,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __shared__ uint32_t arrived;
             constexpr int FLIGHT = M_TILE < 64 ? 8 : 16;  // vectors of other blocks that a thread loads at once
             float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-            const bool look = pieces.unit == pieces.unit_end && deal.ends_late(blockIdx.x);
+            const bool look = !pieces.dealt(deal) && deal.ends_late();
             if (!sum_over_blocks<Block, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look)) continue;
         }
         store_tile(own, smem, p, tile, w);

@@ -27,14 +27,17 @@ __device__ __forceinline__ Tile tile_at(int index, int m, int padded_n) {
 // The units of all split tiles, one tile after another, in runs, one a block.
 struct Deal {
     int tiles, units, each, blocks, share, extra;
-    __device__ __forceinline__ Deal(int tiles, int units, int each)
+    int run_begin, run_end;  // this block's
+    int all_tiles;           // the whole ones too
+    __device__ __forceinline__ Deal(int tiles, int units, int each, int all_tiles)
         : tiles(tiles), units(units), each(each), blocks(gridDim.x), share(tiles * units / blocks),
-          extra(tiles * units % blocks) {}
+          extra(tiles * units % blocks), run_begin(begin(blockIdx.x)), run_end(end(blockIdx.x)), all_tiles(all_tiles) {}
     __device__ __forceinline__ int begin(int block) const {
         return each > 0 ? block % tiles * units + block / tiles * each : block * share + min(block, extra);
     }
     __device__ __forceinline__ int end(int block) const {
-        return each == 0 ? begin(block + 1) : block + tiles < blocks ? begin(block) + each : (block % tiles + 1) * units;
+        if (each == 0) return begin(block + 1);
+        return block + tiles < blocks ? begin(block) + each : (block % tiles + 1) * units;
     }
     // Whose run a unit is in, where all are dealt out evenly.
     __device__ __forceinline__ int owner(int unit) const {
@@ -49,7 +52,7 @@ struct Deal {
         return each > 0 ? tile + i * tiles : owner(tile * units) + i;
     }
     // Whether the tile's other blocks may well be done when this one ends its run.
-    __device__ __forceinline__ bool ends_late(int block) const { return end(block) - begin(block) > each; }
+    __device__ __forceinline__ bool ends_late() const { return run_end - run_begin > each; }
 };
 
 // What a block does: its run of the split tiles' units, tile by tile, then whole tiles at a stride of the grid.
@@ -57,20 +60,19 @@ struct Piece {
     int tile, first, last;  // units [first, last)
 };
 struct Pieces {
-    int unit, unit_end, index, tiles, units;
-    __device__ __forceinline__ Pieces(const Deal& deal, int tiles)
-        : unit(deal.begin(blockIdx.x)), unit_end(deal.end(blockIdx.x)), index(deal.tiles + blockIdx.x), tiles(tiles),
-          units(deal.units) {}
-    __device__ __forceinline__ bool dealt() const { return unit < unit_end; }
-    __device__ __forceinline__ bool left() const { return dealt() || index < tiles; }
-    __device__ __forceinline__ Piece next() const {
-        const int tile = dealt() ? unit / units : index;
-        const int first = dealt() ? unit - tile * units : 0;
-        return {tile, first, dealt() ? min(units, first + unit_end - unit) : units};
+    int unit, index;
+    __device__ __forceinline__ explicit Pieces(const Deal& deal)
+        : unit(deal.run_begin), index(deal.tiles + blockIdx.x) {}
+    __device__ __forceinline__ bool dealt(const Deal& deal) const { return unit < deal.run_end; }
+    __device__ __forceinline__ bool left(const Deal& deal) const { return dealt(deal) || index < deal.all_tiles; }
+    __device__ __forceinline__ Piece next(const Deal& deal) const {
+        if (!dealt(deal)) return {index, 0, deal.units};
+        const int tile = unit / deal.units, first = unit - tile * deal.units;
+        return {tile, first, min(deal.units, first + deal.run_end - unit)};
     }
-    __device__ __forceinline__ Piece take() {
-        const Piece piece = next();
-        if (dealt())
+    __device__ __forceinline__ Piece take(const Deal& deal) {
+        const Piece piece = next(deal);
+        if (dealt(deal))
             unit += piece.last - piece.first;
         else
             index += gridDim.x;

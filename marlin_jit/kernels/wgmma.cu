@@ -1,28 +1,27 @@
 // marlin_wgmma: C[M, N] = A[M, K] @ W[K, N] (+ bias), W in the Marlin format, on Hopper's tensor cores (wgmma, sm_90a).
 // With `gated`, C[M, N] = silu(A @ gate) * (A @ up), as in marlin.cu.
 //
-// What is computed. The transpose, with the weights of marlin.cu: C^T = W^T A^T, so that W, unpacked in registers, is the
-// A operand of wgmma, and activations are the B operand, straight from shared memory. Sums are float32.
+// What is computed. The transpose, with the weights of marlin.cu: C^T = W^T A^T. W, unpacked in registers, is the A
+// operand of wgmma, and activations are the B operand, straight from shared memory. Sums are float32.
 //
-// Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * J * WG_N columns. Its first warpgroups consume: they
+// Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * J * WG_N columns. Two warpgroups consume: they
 // stand in a grid, where (wn, wk) takes 64 * J columns and, in every stage, the wk-th share of the stage's k. Warp w of
-// a warpgroup takes 16 * J columns from 16 * J * w on, as J slabs of 16, each the warp's rows of one wgmma: J neighbouring
+// one takes its 16 * J columns from 16 * J * w on, as J slabs of 16, each the warp's rows of one wgmma: J neighbouring
 // words of a lane's vector of B. Lane (g = lane / 4, t = lane % 4) holds for slab j and 8-row block mb
 //     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
-// One lane of the last warps produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
+// One lane of the third warpgroup produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
 //
-// How they meet. A stage's full barrier counts its bytes, its empty barrier one arrival of every consumer warp. While the
-// tensor cores multiply one k16 step, the next one's weights are unpacked into the other of two register sets. Within
-// a piece of work the producer runs ahead; between pieces sums and outputs pass through the ring's memory, and the
-// producer waits (idle barrier) until that is over. A block's first weights are asked for while the grid before it may
-// still work, its activations only after that.
+// How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
+// the tensor cores multiply one k16 step, the next one's weights are unpacked. Within a piece of work the producer runs
+// ahead; between pieces sums and outputs pass through the ring's memory, and the producer waits (idle barrier) until
+// that is over. A block's first weights are asked for while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
 //
-// Build constants: BF16, M_TILE (32, 64, 128), J (1, 2, 4), WG_N, WG_K (1, 2), K_STAGE (64, 128), STAGES, GROUP (32, 64,
-// 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS (blocks an SM, bounds
-// the registers).
+// Build constants: BF16, M_TILE (32, 64, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64, 128),
+// STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS
+// (1, 2: blocks an SM, bounds the registers).
 #include "hopper.cuh"
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -38,13 +37,15 @@ static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
 static_assert(OWN_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
 
-// A warpgroup of producers, of which one lane works, can pass its registers on to the consumers, for whom those of an
-// even share are too few in large tiles. Elsewhere one warp leaves more of them.
-constexpr int PRODUCERS = J * M_TILE >= 256 ? 128 : 32;
-constexpr int THREADS = CONSUMERS + PRODUCERS;
+// One lane copies, but a whole warpgroup can pass its registers on to the consumers (a lone warp would keep its share,
+// and registers are given out as if to whole warpgroups).
+constexpr int THREADS = CONSUMERS + 128;
+constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = MIN_BLOCKS == 1 ? 232 : 104;
+static_assert(CONSUMERS == 256 && MIN_BLOCKS <= 2, "registers are shared out among three warpgroups");
 
-// A stage: activations as K_STAGE/64 boxes of [M_TILE][64], swizzled as wgmma reads them; weights as rows of k16, each a
-// word vector a lane and chunk; rows of scales and zeros.
+// A stage: activations as K_STAGE/64 boxes of [M_TILE][64], swizzled as wgmma reads them; weights as vectors of four
+// words, [step][chunk][lane]; rows of scales and zeros.
 constexpr int GROUP_K = GROUP == 0 ? 1 : GROUP;
 constexpr int SCALE_ROWS = GROUP == 0 ? 0 : (K_STAGE > GROUP ? K_STAGE / GROUP_K : 1);
 constexpr int BOX_BYTES = M_TILE * 128;
@@ -113,13 +114,14 @@ __device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at,
 }
 
 // Everything that one block's consumers will want, in their order.
-__device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const Problem& p, Pieces pieces) {
+__device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const Problem& p, const Deal& deal) {
+    Pieces pieces(deal);
     Place at;
     uint32_t idle_parity = 0;
     bool begun = false;
 #pragma unroll 1
-    while (pieces.left()) {
-        const Piece piece = pieces.take();
+    while (pieces.left(deal)) {
+        const Piece piece = pieces.take(deal);
         const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
         int unit = piece.first;
         if (!begun) {
@@ -359,19 +361,20 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, Pieces pieces, const Deal& deal,
+__device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
     constexpr int PARTIAL = J * OWN_BLOCKS;                 // Float4s a thread
     constexpr int FLIGHT = MIN_BLOCKS > 1 && PARTIAL > 8 ? 4 : 8;  // of other blocks that a thread loads at once
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
+    Pieces pieces(deal);
     Place at;
     wait_for_previous_grid();
     let_next_grid_start();
 #pragma unroll 1
-    while (pieces.left()) {
-        const Piece piece = pieces.take();
+    while (pieces.left(deal)) {
+        const Piece piece = pieces.take(deal);
         const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
         Accumulators acc = {};
         Fetched f;
@@ -382,7 +385,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
         bool whole = true;
         if (piece.last - piece.first < deal.units) {
             float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-            const bool look = pieces.unit == pieces.unit_end && deal.ends_late(blockIdx.x);
+            const bool look = !pieces.dealt(deal) && deal.ends_late();
             whole = sum_over_blocks<Consumers, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look);
         }
         if (whole) store_tile(own, smem, p, tile, w);
@@ -401,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const uint32_t ring = shared_address(smem);
     const Problem p = {scales, zeros, bias, c, ldc, m, n, padded_n, gated != 0};
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
-    const Deal deal(split_tiles, (padded_k + K_STAGE - 1) / K_STAGE, each);
+    const Deal deal(split_tiles, (padded_k + K_STAGE - 1) / K_STAGE, each, tiles);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(ring + FULL_AT + i * 8, 1);
@@ -413,10 +416,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same for all lanes
     if (warp >= CONSUMERS / 32) {
-        if (PRODUCERS == 128) give_registers<40>();
-        if (warp == CONSUMERS / 32) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, Pieces(deal, tiles));
+        give_registers<PRODUCER_REGISTERS>();
+        if (warp == CONSUMERS / 32) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, deal);
     } else {
-        if (PRODUCERS == 128) take_registers<232>();
-        consume(smem, warp, p, Pieces(deal, tiles), deal, partials, counters);
+        take_registers<CONSUMER_REGISTERS>();
+        consume(smem, warp, p, deal, partials, counters);
     }
 }
