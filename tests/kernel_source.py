@@ -108,7 +108,7 @@ def function(name: str, head: str, constants: Mapping[str, Any] | None = None) -
     ]
     lines = [f"def emulated({', '.join(parameters)}):"]
     for statement in filter(None, (s.strip() for s in body.split(";"))):
-        guard = re.fullmatch(r"if \((\w+)\) return (.*)", statement)
+        guard = re.fullmatch(r"if \((.+?)\) return (.*)", statement)
         declared = re.fullmatch(r"const (?:int|bool|int64_t) (\w+) = (.*)", statement)
         returned = re.fullmatch(r"return (.*)", statement)
         if guard:

@@ -752,8 +752,9 @@ def test_parameters_are_read_from_the_source() -> None:
     text = """// __global__ void k(no)
     extern "C" __global__ void __launch_bounds__(THREADS, 2)
         k(const uint16_t* a, int64_t lda,  // a, b
-          const void *b, int m, uint32_t seed, float f) { if (m) g(a); }"""
-    assert jit.parameter_layout(text, "k") == "PqPiIf"
+          const void *b, int m, uint32_t seed, const __grid_constant__ TensorMap map,
+          float f) { if (m) g(a); }"""
+    assert jit.parameter_layout(text, "k") == "PqPiITf"
     with pytest.raises(CompileError, match="no __global__ function other"):
         jit.parameter_layout(text, "other")
     with pytest.raises(CompileError, match="'double x' of k"):
@@ -769,6 +770,7 @@ def test_parameters_are_read_from_the_source() -> None:
         "marlin.cu": "PqPPPPPqiiiiiiiiPP",
         "native.cu": "PqPPPPPPqiiiiiiPIi",
         "swiglu.cu": "PqPqii",
+        "wgmma.cu": "TTTTPPPPqiiiiiiiPP",
     }
 
 
@@ -788,6 +790,18 @@ def test_arguments_lie_where_the_compiler_puts_parameters() -> None:
     )
     values = [kind.from_address(place).value for kind, place in zip(kinds, arguments.places, strict=True)]
     assert values == [1 << 40, -2, -3, 4, 5, 0.5]
+
+
+def test_tensor_maps_among_arguments_lie_on_multiples_of_64() -> None:
+    arguments = _driver._Arguments("iTPT")
+    start = ctypes.addressof(arguments.buffer)
+    assert start % 64 == 0
+    assert [place - start for place in arguments.places] == [0, 64, 192, 256]
+    first, second = bytes(range(128)), bytes(range(128, 256))
+    arguments.packing.pack_into(arguments.buffer, 0, 7, first, 1 << 40, second)
+    assert ctypes.string_at(arguments.places[1], 128) == first
+    assert ctypes.c_uint64.from_address(arguments.places[2]).value == 1 << 40
+    assert ctypes.string_at(arguments.places[3], 128) == second
 
 
 def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch) -> None:

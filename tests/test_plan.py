@@ -35,6 +35,8 @@ TILES = sorted(
     key=str,
 )
 H200 = Limits(132, *launch.ARCH_LIMITS["90a"])
+WGMMA_TILES = plan.wgmma_tile_shapes(Problem(64, 128, 64, 128, Zeros.NONE, False), H200)
+TILED = ("marlin_gemm", "marlin_wgmma")
 STATIC_SMEM = 128
 """A block's `arrived`, rounded up to the unit in which shared memory is given out."""
 SYSTEM_SMEM = 1024
@@ -42,14 +44,14 @@ SYSTEM_SMEM = 1024
 
 
 class Deal:
-    """marlin.cu's `Deal`, evaluated from its text."""
+    """`Deal` of tiles.cuh, evaluated from its text."""
 
     def __init__(self, tiles: int, units: int, each: int, blocks: int) -> None:
         total = tiles * units
         names = {"tiles": tiles, "units": units, "each": each, "blocks": blocks}
         names |= {"share": total // blocks, "extra": total % blocks}
         for head in METHODS:
-            method = kernel_source.function("marlin.cu", head, names)
+            method = kernel_source.function("tiles.cuh", head, names)
             name = head.partition("(")[0]
             setattr(self, name, method)
             names[name] = method  # later ones call earlier ones
@@ -86,8 +88,11 @@ devices = st.builds(
 PLAIN = Problem(1, 128, 64, 128, Zeros.NONE, False)
 
 
-def gemm_tile(p: Plan) -> plan.GemmTile:
+def gemm_tile(p: Plan) -> plan.Tile:
     macros = p.build.defines
+    if p.build.name == "marlin_wgmma":
+        keys = ("M_TILE", "J", "WG_N", "WG_K", "K_STAGE", "MIN_BLOCKS")
+        return plan.WgmmaTile(*(macros[k] for k in keys))
     keys = ("M_TILE", "WARPS_N", "WARPS_K", "K_STAGE", "MIN_BLOCKS")
     shape = tuple(macros[k] for k in keys)
     (tile,) = (t for t in TILES if (t.m_tile, t.warps_n, t.warps_k, t.k_stage, t.blocks) == shape)
@@ -194,7 +199,35 @@ def test_sizes_are_those_the_decode_kernel_uses() -> None:
                 assert c.BUFFER % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
 
 
-# ---- how marlin_gemm deals out work ---------------------------------------------------------------------
+def test_sizes_are_those_the_wgmma_kernel_uses() -> None:
+    for group_size in GROUPS:
+        for zeros in Zeros:
+            problem = Problem(64, 128, 64, group_size, zeros, False)
+            for tile in WGMMA_TILES:
+                fitting = plan.wgmma_stages(tile, problem, H200)
+                p = plan.wgmma_plan(tile, 132, 0, 0, problem, H200)
+                assert fitting is not None and p is not None
+                stages, blocks = fitting
+                c = kernel_source.constants("wgmma.cu", p.build.defines)
+                assert (stages, tile.blocks) == (c.STAGES, c.MIN_BLOCKS)
+                assert tile.threads == c.THREADS == p.threads
+                assert tile.n_tile == c.TILE_N <= 256  # what a box takes at most
+                assert tile.stage_bytes(group_size, zeros) == c.STAGE_BYTES
+                assert c.COPIED_BYTES <= c.STAGE_BYTES < 1 << 20  # what a barrier counts
+                assert c.STAGE_BYTES % 1024 == c.BOX_BYTES % 1024 == 0
+                assert c.W_AT % 128 == c.S_AT % 128 == c.Z_AT % 128 == 0
+                assert p.smem >= c.ARRIVED_AT + 4 and p.smem + STATIC_SMEM <= H200.smem_per_block
+                assert tile.partial_bytes == c.J * c.OWN_BLOCKS * 16 * c.CONSUMERS
+                ring = stages * c.STAGE_BYTES
+                assert ring >= max(tile.partial_bytes, c.M_TILE * (c.TILE_N + 8) * 2)
+                assert blocks * (p.smem + SYSTEM_SMEM) <= H200.smem_per_sm or blocks > 1
+                registers = 2 * c.CONSUMER_REGISTERS + c.PRODUCER_REGISTERS
+                at_start = 65536 // (tile.blocks * tile.threads) // 8 * 8  # of each thread
+                assert registers <= 3 * at_start
+                assert at_start > c.PRODUCER_REGISTERS and at_start <= c.CONSUMER_REGISTERS
+
+
+# ---- how marlin_gemm and marlin_wgmma deal out work ----------------------------------------------------
 
 
 def pieces(deal: Deal, grid: int, split_tiles: int, tiles: int, units: int) -> list[tuple[int, ...]]:
@@ -216,7 +249,7 @@ def pieces(deal: Deal, grid: int, split_tiles: int, tiles: int, units: int) -> l
 
 
 def slot_of(deal: Deal, block: int, tile: int, units: int) -> int:
-    which = kernel_source.find("marlin.cu", r"const int which = (.*?);")[1]
+    which = kernel_source.find("tiles.cuh", r"const int which = (.*?);")[1]
     names = {"deal": SimpleNamespace(begin=deal.begin, units=units), "block": block, "tile": tile}
     return 2 * block + kernel_source.value(which, names)
 
@@ -275,7 +308,7 @@ def test_owner_is_the_inverse_of_begin(total: int, grid: int) -> None:
 @given(problems(max_m=1024, max_n=32768, max_k=16384), devices)
 def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple[str, Limits]) -> None:
     for p in plan.plans(problem, device[1]):
-        if p.build.name != "marlin_gemm":
+        if p.build.name not in TILED:
             continue
         tile = gemm_tile(p)
         tiles, units = plan.gemm_tiles(tile, problem)
@@ -288,15 +321,15 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from(TILES))
-def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.GemmTile) -> None:
-    c = kernel_source.constants("marlin.cu", plan.gemm_build(tile, 4, PLAIN).defines)
-    tile_at = kernel_source.function("marlin.cu", "tile_at(int index, const Problem& p)", vars(c))
+@given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from((*TILES, *WGMMA_TILES)))
+def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.Tile) -> None:
+    band = int(kernel_source.find("tiles.cuh", r"constexpr int BAND = (\d+);")[1])
+    names = {"ROWS": tile.m_tile, "COLUMNS": tile.n_tile, "BAND": band}
+    tile_at = kernel_source.function("tiles.cuh", "tile_at(int index, int m, int padded_n)", names)
     problem = Problem(m, 128, 64 * chunks, 128, Zeros.NONE, False)
-    p = SimpleNamespace(m=m, padded_n=64 * chunks)
     tiles, _ = plan.gemm_tiles(tile, problem)
     assume(tiles < 20000)
-    found = [tile_at(i, p) for i in range(tiles)]
+    found = [tile_at(i, m, 64 * chunks) for i in range(tiles)]
     expected = {(a, b) for a in range(0, m, tile.m_tile) for b in range(0, 64 * chunks, tile.n_tile)}
     assert len(found) == len(expected)
     assert set(found) == expected
@@ -387,7 +420,7 @@ def test_sizes_of_the_extremes() -> None:
     ]:
         p = plan.choose(Problem(m, k, n, 128 if k > 64 else -1, Zeros.POINTS, True), H200)
         assert p.partial_bytes <= 256 << 20
-        if p.build.name == "marlin_gemm":
+        if p.build.name in TILED:
             tiles, units = plan.gemm_tiles(gemm_tile(p), Problem(m, k, n, 128, Zeros.POINTS, True))
             assert max(tiles, p.split_tiles * units) < 2**31
 

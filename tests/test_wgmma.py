@@ -1,0 +1,412 @@
+"""wgmma.cu without a GPU: what its copies, tensor cores and stores are given, and how its ring turns.
+
+Address formulas are read out of the kernel's text (`kernel_source`). How a box lies in shared memory, what a
+wgmma takes from there and from registers, and what `stmatrix` does is as the PTX ISA says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import kernel_source
+import numpy as np
+import pytest
+
+from marlin_jit import _tensor_map, launch, layout, plan
+
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+H200 = plan.Limits(132, *launch.ARCH_LIMITS["90a"])
+PROBLEM = plan.Problem(64, 128, 64, 128, plan.Zeros.DELTAS, False)
+TILES = plan.wgmma_tile_shapes(PROBLEM, H200)
+SHORT = tuple(plan.WgmmaTile(t.m_tile, t.slabs, t.wg_n, t.wg_k, 64, t.blocks) for t in TILES)  # never planned
+
+
+def find(pattern: str) -> re.Match[str]:
+    return kernel_source.find("wgmma.cu", pattern)
+
+
+def constants(tile: plan.WgmmaTile, group: int = 128) -> Any:
+    macros = plan.wgmma_build(tile, 4, PROBLEM).defines | {"GROUP": group}
+    return kernel_source.constants("wgmma.cu", macros)
+
+
+def warps(c: Any) -> Iterator[dict[str, Any]]:
+    """Each consumer warp's names, as `Warp` sets them; per-lane ones as arrays."""
+    text = find(r"struct Warp \{(.*?)\}; using Accumulators")[1]
+    order = (
+        "warpgroup",
+        "wn",
+        "wk",
+        "column",
+        "chunk",
+        "word",
+        "first",
+        "SHARE_ROWS",
+        "a_at",
+        "w_at",
+        "s_at",
+    )
+    formulas = {name: re.findall(rf"\b{name} = ([^,;]*)[,;]", text) for name in order}
+    for warp in range(c.CONSUMERS // 32):
+        names = vars(c) | {"warp": warp, "lane": LANE, "g": G, "t": T}
+        for name, (formula,) in formulas.items():
+            names[name] = kernel_source.value(formula, names)
+        yield names
+
+
+@pytest.mark.parametrize("tile", TILES + SHORT, ids=str)
+def test_every_word_of_a_stage_is_one_warps(tile: plan.WgmmaTile) -> None:
+    """Slab j of a warp is 16 columns from `column + 16*j` on, in the k16 steps of its warpgroup's share."""
+    c = constants(tile)
+    box = np.arange(c.STEPS * 2 * c.TILE_N)  # a plain box of 8-byte elements, as words
+    step_at = find(r"load_shared\(f\.words, stage \+ w\.w_at \+ ([^;]*)\);")[1]
+    taken = np.zeros_like(box)
+    for names in warps(c):
+        for step in range(c.WG_STEPS):
+            at = names["w_at"] + kernel_source.value(step_at, {**names, "step": step}) - c.W_AT
+            assert (at % (4 * c.J) == 0).all()
+            for j in range(c.J):
+                n = names["column"] + 16 * j
+                row = (names["first"] + step) * 2 * c.TILE_N
+                word = row + 128 * (n // 64) + 4 * LANE + n % 64 // 16  # layout.code_position
+                assert np.array_equal(box[at // 4 + j], word)
+                taken[word] += 1
+    assert (taken == 1).all()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("tile", TILES + SHORT, ids=str)
+def test_scales_are_those_of_the_slabs_columns(tile: plan.WgmmaTile, group: int) -> None:
+    c = constants(tile, group)
+    columns = np.arange(c.SCALE_ROWS * c.TILE_N).reshape(c.SCALE_ROWS, c.TILE_N)
+    rows = np.concatenate([columns, columns])  # two groups at least: with one the order is another
+    box = layout.permute_scales(rows)[: c.SCALE_ROWS].ravel()
+    row_at = find(r"const uint32_t from = stage \+ w\.s_at \+ ([^;]*);")[1]
+    begins = find(r"return GROUP != 0 && \((step == 0 [^;]*)\);")[1]
+    for names in warps(c):
+        current = None
+        for step in range(c.WG_STEPS):
+            if kernel_source.value(begins, {**names, "step": step}):
+                current = names["s_at"] + kernel_source.value(row_at, {**names, "step": step}) - c.S_AT
+            row = (names["first"] + step) * 16 // group
+            for j in range(c.J):
+                for half in range(2):
+                    n = names["column"] + 16 * j + G + 8 * half
+                    assert np.array_equal(box[current // 2 + 2 * j + half], row * c.TILE_N + n)
+
+
+def test_scales_of_one_group_a_column() -> None:
+    position = kernel_source.function("layout.cuh", "scale_position(int n, bool one_group)")
+    assert find(r"scale_position\((.*?), true\);")[1].endswith(") + 16 * j + w.g")
+    second = int(find(r"p\.scales\[at \+ (\d+)\]")[1])
+    row = layout.permute_scales(np.arange(256).reshape(1, 256))[0]
+    for column in range(0, 256, 16):
+        at = np.array([position(column + g, True) for g in range(8)])
+        assert np.array_equal(row[at], column + np.arange(8))
+        assert np.array_equal(row[at + second], column + 8 + np.arange(8))
+
+
+def operand(address: int) -> SimpleNamespace:
+    """`operand_at`, taken apart as the PTX ISA's matrix descriptor."""
+    text = kernel_source.find("hopper.cuh", r"return static_cast<uint64_t>\(address >> 4\) \| (.*?); \}")[1]
+    names = {"EIGHT_ROWS": 1024 >> 4, "SWIZZLE_128": 1}
+    assert kernel_source.find("hopper.cuh", r"EIGHT_ROWS = (.*?), SWIZZLE_128 = (.*?);").groups() == (
+        "1024 >> 4",
+        "1",
+    )
+    bits = address >> 4 | kernel_source.value(text.replace("1ull", "1"), names)
+    return SimpleNamespace(
+        start=(bits & 0x3FFF) << 4, stride=(bits >> 32 & 0x3FFF) << 4, base=bits >> 49 & 7, swizzle=bits >> 62
+    )
+
+
+@pytest.mark.parametrize("tile", TILES + SHORT, ids=str)
+def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile) -> None:
+    c = constants(tile)
+    memory = np.full(c.A_BYTES // 2, -1)
+    A = np.arange(c.M_TILE * c.K_STAGE).reshape(c.M_TILE, c.K_STAGE)
+    to = find(r"copy_box\(at\.stage\(ring\) \+ (box [^,]*), maps\.a, unit \* K_STAGE \+ (box [^,]*), tile")
+    for box in range(c.K_STAGE // 64):
+        start, k0 = (kernel_source.value(to[i], vars(c) | {"box": box}) for i in (1, 2))
+        for m in range(c.M_TILE):
+            for column in range(8):  # SWIZZLE_128B
+                at = start + m * 128 + ((column ^ (m & 7)) << 4)
+                memory[at // 2 : at // 2 + 8] = A[m, k0 + 8 * column : k0 + 8 * column + 8]
+    assert (memory >= 0).all()
+    further = find(r"a\[step % 2\]\[j\], operand \+ (\(step .*?\) / 16)\);")[1]
+    used = set()
+    for names in warps(c):
+        for step in range(c.WG_STEPS):
+            base = operand(5 * 1024 + names["a_at"])
+            assert (base.swizzle, base.base, base.stride) == (1, 0, 1024)
+            start = base.start - 5 * 1024 + 16 * kernel_source.value(further, {**names, "step": step})
+            m, k = np.mgrid[: c.M_TILE, :16]
+            linear = start + m // 8 * base.stride + m % 8 * 128 + 2 * k
+            at = linear ^ (linear >> 7 & 7) << 4
+            k0 = 16 * (names["first"] + step)
+            assert np.array_equal(memory[at // 2], A[:, k0 : k0 + 16])
+            used.add(k0)
+    assert used == set(range(0, c.K_STAGE, 16))
+
+
+# ---- sums and the way out -------------------------------------------------------------------------------
+
+
+def store_transposed(memory: np.ndarray, at: np.ndarray, matrices: list[np.ndarray]) -> None:
+    """`stmatrix.trans`: lane 4r + t holds elements 2t, 2t+1 of row r, which become column r.
+
+    Lane 8i + s of the addresses says where row s of matrix i goes.
+    """
+    for i, registers in enumerate(matrices):
+        matrix = np.empty((8, 8), memory.dtype)
+        matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
+        addresses = at[8 * i : 8 * i + 8]
+        assert (addresses % 16 == 0).all()
+        assert len(set(addresses // 16 % 8)) == 8, "a bank conflict"
+        for row in range(8):
+            memory[addresses[row] // 2 : addresses[row] // 2 + 8] = matrix.T[row]
+
+
+def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
+    """What a warp's warpgroup holds after the sum over wk: `own`, [J, OWN_BLOCKS, 4, 32]."""
+    own = np.empty((c.J, c.OWN_BLOCKS, 4, 32), C.dtype)
+    for j in range(c.J):
+        for mb in range(c.OWN_BLOCKS):
+            n = names["column"] + 16 * j + G
+            m = 8 * (names["wk"] * c.OWN_BLOCKS + mb) + 2 * T
+            own[j, mb] = C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]
+    return own
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_warpgroups_exchange_the_halves_they_do_not_keep(tile: plan.WgmmaTile) -> None:
+    c = constants(tile)
+    if c.WG_K == 1:
+        return
+    partner = find(r"const int partner = ([^;]*);")[1].replace("threadIdx.x", "thread")
+    place = find(r"shared\[(\(j [^\]]*) \+ threadIdx\.x\] = \{give\[0\], give\[1\], give\[2\], give\[3\]\};")[
+        1
+    ]
+    assert find(r"const Float4 v = shared\[(.*?) \+ partner\];")[1] == place
+    assert find(r"give\[i\] = w\.wk == 0 \? (\w+)\[i\] : (\w+)\[i\];").groups() == ("high", "low")
+    thread = np.arange(c.CONSUMERS)
+    other = kernel_source.value(partner, vars(c) | {"thread": thread})
+    assert np.array_equal(other % (128 * c.WG_N), thread % (128 * c.WG_N))  # same columns
+    assert (other // (128 * c.WG_N) != thread // (128 * c.WG_N)).all()  # the other share of k
+    names = [vars(c) | {"j": j, "mb": mb} for j in range(c.J) for mb in range(c.OWN_BLOCKS)]
+    places = [int(kernel_source.value(place, n)) for n in names]
+    assert sorted(places) == [i * c.CONSUMERS for i in range(c.J * c.OWN_BLOCKS)]
+    assert len(places) * c.CONSUMERS * 16 <= tile.sums_bytes
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bool) -> None:
+    c = constants(tile)
+    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    memory = np.full(c.M_TILE * c.PITCH, -1)
+    pattern = r"const int row = (w\.wk [^,]*w\.lane % 8), column = (w\.column [^;]*);"
+    if gated:
+        pattern = r"const int row = (w\.wk [^,]*w\.lane % 16), feature = (w\.column [^;]*);"
+    row, column = (text.replace("w.", "") for text in find(pattern).groups())
+    to = find(rf"to = shared \+ (\(row \* PITCH \+ {'feature' if gated else 'column'}\) \* 2);")[1]
+    step = find(rf"store_transposed\(to \+ (mb [^,]*j \* {16 if gated else 32}), matrices\);")[1]
+    for names in warps(c):
+        own = sums_of(c, C, names)
+        names["row"] = kernel_source.value(row, names)
+        names["feature" if gated else "column"] = kernel_source.value(column, names)
+        start = kernel_source.value(to, names)
+        for j in range(c.J):
+            for mb in range(0, c.OWN_BLOCKS, 2):
+                at = start + kernel_source.value(step, {**names, "j": j, "mb": mb})
+                if gated:  # silu(v[0]) * v[2], silu(v[1]) * v[3]: gate and up are 8 columns apart
+                    assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
+                    matrices = [own[j, mb + i, :2].T for i in range(2)]
+                else:
+                    matrices = [own[j, mb + i // 2, i % 2 * 2 : i % 2 * 2 + 2].T for i in range(4)]
+                store_transposed(memory, at, matrices)
+    found = memory.reshape(c.M_TILE, c.PITCH)
+    if gated:
+        f = np.arange(c.TILE_N // 2)
+        assert np.array_equal(found[:, : c.TILE_N // 2], C[:, 16 * (f // 8) + f % 8])
+    else:
+        assert np.array_equal(found[:, : c.TILE_N], C)
+
+
+@pytest.mark.parametrize("halved", [0, 1])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_stores_cover_a_tile_once(tile: plan.WgmmaTile, halved: int) -> None:
+    c = constants(tile)
+    vectors = kernel_source.value(find(r"vectors = (TILE_N [^;]*);")[1], vars(c) | {"halved": halved})
+    assert vectors & (vectors - 1) == 0
+    names = {"CONSUMERS": c.CONSUMERS, "vectors": vectors, "thread": np.arange(c.CONSUMERS)}
+    rows = kernel_source.value(find(r"const int rows = (CONSUMERS / vectors);")[1], names)
+    column = kernel_source.value(find(r"const int column = (threadIdx[^,]*),")[1].replace("Idx.x", ""), names)
+    within = find(r"const int row = first \+ (threadIdx\.x / vectors)")[1].replace("Idx.x", "")
+    assert c.M_TILE % rows == 0
+    written = np.zeros((c.M_TILE, c.TILE_N >> halved), np.int64)
+    for first in range(0, c.M_TILE, rows):
+        written[first + kernel_source.value(within, names), column] += 1
+    assert (written[:, ::8] == 1).all() and written.sum() == written[:, ::8].size
+
+
+# ---- the ring -------------------------------------------------------------------------------------------
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def arrive(self, expected: int = 0) -> None:
+        assert self.pending > 0, "one arrival too many"
+        self.pending -= 1
+        self.add(expected)
+
+    def add(self, number: int) -> None:
+        self.bytes += number
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+    def passed(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
+    """`produce` and `run_units` step by step, in any order that their barriers allow.
+
+    No stage is overwritten before every warp has read it, none is read before it is complete, and between
+    pieces the ring is the consumers'.
+    """
+    order = random.Random(seed)
+    stages, warps, parts = order.choice([2, 3, 5]), order.choice([1, 2, 8]), 3
+    pieces = [order.randint(1, 3 * stages) for _ in range(order.randint(1, 4))]
+    full, empty = ([Barrier(n) for _ in range(stages)] for n in (1, warps))
+    idle = Barrier(warps)
+    content: list[Any] = [None] * stages
+    flying: list[tuple[int, Any]] = []
+    leaving = [0]  # consumers that use the ring's memory between pieces
+
+    def advance(at: list[int]) -> None:
+        at[0] = 0 if at[0] + 1 == stages else at[0] + 1
+        if at[0] == 0:
+            at[1] ^= 1
+
+    def copy(slot: int, what: Any, count: int) -> None:
+        assert leaving[0] == 0, "the ring is in use"
+        content[slot] = None
+        flying.extend((slot, what) for _ in range(count))
+
+    def produce() -> Iterator[Any]:
+        at, idle_parity = [0, 0], 0
+        for piece, units in enumerate(pieces):
+            unit = 0
+            if piece == 0:
+                filled, first = min(units, stages), [0, 0]
+                for i in range(filled):
+                    full[first[0]].arrive(parts)
+                    copy(first[0], (piece, i), 1)
+                    advance(first)
+                    yield True
+                for unit in range(filled):
+                    copy(at[0], (piece, unit), parts - 1)
+                    advance(at)
+                    yield True
+                unit = filled
+            else:
+                while not idle.passed(idle_parity):
+                    yield False
+                idle_parity ^= 1
+            for i in range(unit, units):
+                while not empty[at[0]].passed(at[1] ^ 1):
+                    yield False
+                full[at[0]].arrive(parts)
+                copy(at[0], (piece, i), parts)
+                advance(at)
+                yield True
+
+    def consume() -> Iterator[Any]:
+        at = [0, 0]
+        for piece, units in enumerate(pieces):
+            read = None
+            for unit in range(units):
+                while not full[at[0]].passed(at[1]):
+                    yield False
+                assert content[at[0]] == (piece, unit)
+                yield True
+                if read is not None:
+                    empty[read].arrive()
+                read = at[0]
+                assert content[read] == (piece, unit)
+                advance(at)
+                yield True
+            empty[read].arrive()
+            leaving[0] += 1
+            yield True
+            leaving[0] -= 1
+            idle.arrive()
+        yield True
+
+    running = [produce(), *(consume() for _ in range(warps))]
+    waiting = 0
+    while running:
+        if flying and order.random() < 0.3:
+            slot, what = flying.pop(order.randrange(len(flying)))
+            if not any(s == slot for s, _ in flying):
+                content[slot] = what
+            full[slot].add(-1)
+            continue
+        one = order.choice(running)
+        moved = next(one, None)
+        if moved is None:
+            running.remove(one)
+        waiting = waiting + 1 if moved is False and not flying else 0
+        assert waiting < 10_000, "all wait for each other"
+    assert not flying
+
+
+# ---- tensor maps ----------------------------------------------------------------------------------------
+
+
+def test_tensor_maps_are_asked_for_as_the_driver_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda.h: CUtensorMap* (aligned), type, rank, address, sizes, strides but the first, box, and so on."""
+    asked: list[Any] = []
+
+    def encode(to: int, kind: int, rank: int, address: int, *rest: Any) -> int:
+        sizes, strides, box, steps, interleave, swizzle, promotion, outside = rest
+        assert to % 64 == 0
+        ctypes.memset(to, len(asked) + 1, 128)
+        assert [type(v)._type_ for v in (sizes, strides, box, steps)] == [ctypes.c_uint64] * 2 + [
+            ctypes.c_uint32
+        ] * 2
+        asked.append(
+            (kind, rank, address, *map(list, (sizes, strides, box, steps)), interleave, swizzle, outside)
+        )
+        assert promotion == 3
+        return 0 if address else 1
+
+    library = SimpleNamespace(cuTensorMapEncodeTiled=encode)
+    monkeypatch.setattr(_tensor_map, "_library", lambda: library)
+    _tensor_map.tensor_map.cache_clear()
+    x = _tensor_map.tensor_map(4096, _tensor_map.FLOAT16, 33, 1000, 2048, (64, 64), _tensor_map.SWIZZLE_128)
+    w = _tensor_map.tensor_map(8192, _tensor_map.UINT64, 8, 192, 1536, (8, 256))
+    one = _tensor_map.tensor_map(4096, _tensor_map.BFLOAT16, 1, 1000, 0, (64, 64), _tensor_map.SWIZZLE_128)
+    assert (x, w, one) == (b"\1" * 128, b"\2" * 128, b"\3" * 128)
+    assert _tensor_map.tensor_map(8192, _tensor_map.UINT64, 8, 192, 1536, (8, 256)) is w
+    assert asked == [
+        (6, 2, 4096, [1000, 33], [2048], [64, 64], [1, 1], 0, 3, 0),
+        (4, 2, 8192, [192, 8], [1536], [256, 8], [1, 1], 0, 0, 0),
+        (9, 2, 4096, [1000, 1], [2000], [64, 64], [1, 1], 0, 3, 0),
+    ]
+    with pytest.raises(RuntimeError, match="no tensor map of 33 x 1000"):
+        _tensor_map.tensor_map(0, _tensor_map.FLOAT16, 33, 1000, 2048, (64, 64))
+    _tensor_map.tensor_map.cache_clear()
