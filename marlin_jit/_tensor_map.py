@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from functools import cache, lru_cache
 
+from marlin_jit.errors import LaunchError
+
 NBYTES = ALIGNMENT = 128
 """Of a map. The driver asks for 64 bytes of alignment, 128 from CUDA 13 on."""
 
@@ -57,7 +59,7 @@ def tensor_map(
 
     Raises
     ------
-    RuntimeError
+    LaunchError
         The driver takes no such map.
     """
     # A single row has no next one, but its stride must be one that a matrix could have.
@@ -73,7 +75,7 @@ def tensor_map(
         *(_NO_INTERLEAVE, swizzle, _L2_256_BYTES, _OUTSIDE_IS_ZERO),
     )
     if status:
-        raise RuntimeError(
+        raise LaunchError(
             f"no tensor map of {rows} x {columns} elements of type {kind} at {address:#x}, rows {stride} "
             f"bytes apart, boxes of {box[0]} x {box[1]}: cuTensorMapEncodeTiled returned {status}"
         )

@@ -400,7 +400,20 @@ def test_few_rows_are_decoded_and_many_are_not() -> None:
         return plan.choose(Problem(m, 4096, 4096, 128, Zeros.NONE, False), H200).build.name
 
     assert name(1) == "marlin_decode"
-    assert {name(m) for m in (9, 16, 100, 4096)} == {"marlin_gemm"}
+    assert {name(m) for m in (9, 16)} == {"marlin_gemm"}
+    assert {name(m) for m in (100, 4096)} <= set(TILED)
+
+
+def test_only_hopper_has_wgmma_and_only_for_more_than_a_few_rows() -> None:
+    for arch in ARCHS:
+        for m in (1, 16, 17, 64, 4096):
+            problem = Problem(m, 4096, 4096, 128, Zeros.POINTS, False)
+            found = plan.plans(problem, Limits(132, *launch.ARCH_LIMITS[arch]))
+            offered = [p for p in found if p.build.name == "marlin_wgmma"]
+            assert bool(offered) == (arch == "90a" and m >= plan.WGMMA_MIN_M)
+    assert {build.name for build in launch.all_builds("100")} == {
+        build.name for build in launch.all_builds("90a")
+    } - {"marlin_wgmma"}
 
 
 @pytest.mark.parametrize("m", [0, -1])
@@ -431,12 +444,12 @@ def test_few_pieces_of_a_correction_are_shared_by_more_warps(pieces: int, warps:
 
 
 def test_integer_zero_points_are_taken_from_codes_where_that_is_faster() -> None:
-    """As measured on an H200 (docs/notes/gemm.md and decode.md); other zeros never are."""
+    """As measured on an H200 (docs/notes/gemm.md and decode.md); marlin_wgmma always does, others never."""
     chosen = {
         (m, k, n): plan.choose(Problem(m, k, n, 128, Zeros.POINTS, False), H200).build.defines["ZEROS"]
         for m, k, n in ((8, 4096, 28672), (4096, 4096, 28672), (8, 4096, 4096), (64, 4096, 28672))
     }
-    assert list(chosen.values()) == [Zeros.POINTS, Zeros.POINTS, Zeros.DELTAS, Zeros.DELTAS]
+    assert list(chosen.values()) == [Zeros.POINTS, Zeros.POINTS, Zeros.DELTAS, Zeros.POINTS]
     for m in (1, 8, 16, 64, 300, 4096):
         for zeros in (Zeros.NONE, Zeros.DELTAS):
             for p in plan.plans(Problem(m, 4096, 28672, 128, zeros, False), H200):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from marlin_jit import _tensor_map, launch, layout, plan
+from marlin_jit.errors import LaunchError
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -407,6 +408,6 @@ def test_tensor_maps_are_asked_for_as_the_driver_documents(monkeypatch: pytest.M
         (4, 2, 8192, [192, 8], [1536], [256, 8], [1, 1], 0, 0, 0),
         (9, 2, 4096, [1000, 1], [2000], [64, 64], [1, 1], 0, 3, 0),
     ]
-    with pytest.raises(RuntimeError, match="no tensor map of 33 x 1000"):
+    with pytest.raises(LaunchError, match="no tensor map of 33 x 1000"):
         _tensor_map.tensor_map(0, _tensor_map.FLOAT16, 33, 1000, 2048, (64, 64))
     _tensor_map.tensor_map.cache_clear()
