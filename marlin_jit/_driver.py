@@ -1,8 +1,9 @@
-"""Launching through the driver itself: CuPy's launches cannot overlap with the kernel before them.
+"""Launching through the driver itself: CuPy's launches neither overlap nor have clusters.
 
-``cuLaunchKernelEx`` takes the attribute "programmatic stream serialization" (CUDA driver API,
-CUlaunchAttribute): a grid may then start while the one before it in the stream ends, and waits within itself
-for what it needs of it. It is called through ctypes, with all that does not change made once a thread.
+``cuLaunchKernelEx`` takes attributes (CUDA driver API, CUlaunchAttribute). With "programmatic stream
+serialization" a grid may start while the one before it in the stream ends, and waits within itself for what
+it needs of it. With a "cluster dimension" neighbouring blocks run together and reach each other's shared
+memory. It is called through ctypes, with all that does not change made once a thread.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 from marlin_jit._cupy import import_cupy
 
+_ATTRIBUTE_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _ATTRIBUTE_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 # CUlaunchConfig: grid, block, shared memory, (pad), stream, attributes, their number, (pad).
 _CONFIG = struct.Struct("@7I4xQQI4x")
 # CUlaunchAttribute: id, (pad), value (a union of 64 bytes).
-_ATTRIBUTE = struct.Struct("@I4xi60x")
+_ATTRIBUTE = struct.Struct("@I4x3I52x")
 
 
 @cache
@@ -63,9 +65,10 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.library = _library()
-        self.attribute = ctypes.create_string_buffer(_ATTRIBUTE.size)
-        _ATTRIBUTE.pack_into(self.attribute, 0, _ATTRIBUTE_OVERLAP, 1)
-        self.attribute_address = ctypes.addressof(self.attribute)
+        # The first, the second or both are passed.
+        self.attributes = ctypes.create_string_buffer(2 * _ATTRIBUTE.size)
+        _ATTRIBUTE.pack_into(self.attributes, 0, _ATTRIBUTE_OVERLAP, 1, 0, 0)
+        self.attributes_address = ctypes.addressof(self.attributes)
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.config_address = ctypes.addressof(self.config)
         self.arguments: dict[str, _Arguments] = {}
@@ -79,13 +82,14 @@ def launch(
     function: int,
     device: int,
     grid: tuple[int, int, int],
-    threads: int,
+    block: tuple[int, int],
     smem: int,
     stream: int,
     layout: str,
     values: tuple[Any, ...],
     *,
     overlap: bool,
+    cluster: int = 1,
 ) -> None:
     """Launch a kernel.
 
@@ -96,8 +100,8 @@ def launch(
     device : int
         That of the function, which is current.
     grid : (int, int, int)
-    threads : int
-        Of a block.
+    block : (int, int)
+        Threads.
     smem : int
         Dynamic shared memory in bytes.
     stream : int
@@ -109,6 +113,8 @@ def launch(
         The arguments.
     overlap : bool
         Whether the kernel may start before the one before it has ended; it must then wait by itself.
+    cluster : int
+        Blocks along the grid's second dimension, a divisor of it, that form a cluster; 1 for none.
 
     Raises
     ------
@@ -127,8 +133,11 @@ def launch(
     if arguments is None:
         arguments = mine.arguments[layout] = _Arguments(layout)
     arguments.packing.pack_into(arguments.buffer, 0, *values)
-    attribute = mine.attribute_address
-    _CONFIG.pack_into(mine.config, 0, *grid, threads, 1, 1, smem, stream, attribute, overlap)
+    attributes, count = mine.attributes_address, overlap
+    if cluster > 1:
+        _ATTRIBUTE.pack_into(mine.attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
+        attributes, count = attributes + (not overlap) * _ATTRIBUTE.size, overlap + 1
+    _CONFIG.pack_into(mine.config, 0, *grid, *block, 1, smem, stream, attributes, count)
     status = mine.library.cuLaunchKernelEx(mine.config_address, function, arguments.address, None)
     if status:
         raise RuntimeError(_described(mine.library, status))

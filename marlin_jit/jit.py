@@ -144,19 +144,26 @@ class Kernel:
         return f"<Kernel {self.name} sm_{self.arch} on device {self.device_id}, {self.registers} registers>"
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, args: tuple[Any, ...], smem: int = 0
+        self,
+        grid: tuple[int, int, int],
+        threads: int | tuple[int, int],
+        args: tuple[Any, ...],
+        smem: int = 0,
+        cluster: int = 1,
     ) -> None:
         """Launch on the current stream.
 
         Parameters
         ----------
         grid : (int, int, int)
-        threads : int
+        threads : int or (int, int)
             Of a block.
         args : tuple of int, float or bytes
             In the kernel's order, addresses for pointers, bytes for tensor maps.
         smem : int
             Dynamic shared memory in bytes, at most `dynamic_smem`.
+        cluster : int
+            Blocks along the grid's second dimension that form a cluster; 1 for none.
 
         Raises
         ------
@@ -165,8 +172,13 @@ class Kernel:
         """
         try:
             stream = import_cupy().cuda.get_current_stream().ptr
+            block = threads if isinstance(threads, tuple) else (threads, 1)
             where = self._pointer, self.device_id
-            launch(*where, grid, threads, smem, stream, self._layout, args, overlap=self.overlaps)
+            launch(
+                *(*where, grid, block, smem, stream, self._layout, args),
+                overlap=self.overlaps,
+                cluster=cluster,
+            )
         except (RuntimeError, struct.error) as error:
             raise LaunchError(
                 f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "

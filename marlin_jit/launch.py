@@ -17,13 +17,14 @@ from marlin_jit._tensor_map import tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
+    DECODE_MAX_M,
     Build,
     Limits,
     Plan,
     Problem,
     Zeros,
     decode_build,
-    decode_shapes,
+    decodes,
     gemm_build,
     gemm_stages,
     gemm_tile_shapes,
@@ -75,16 +76,17 @@ class Prepared:
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    threads: int
+    threads: int | tuple[int, int]
     smem: int
     weights: tuple[Any, ...]  # addresses, tensor maps
     sizes: tuple[int, ...]
     keeps: tuple[Any, ...]  # the arrays whose addresses these are
+    cluster: int
 
     def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements."""
         args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.threads, args, self.smem)
+        self.kernel(self.grid, self.threads, args, self.smem, self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class PreparedWgmma(Prepared):
         at = self.rows, self.columns, 2 * x_stride, self.box
         activations = tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128)
         args = (activations, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.threads, args, self.smem)
+        self.kernel(self.grid, self.threads, args, self.smem, self.cluster)
 
 
 def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:
@@ -134,12 +136,17 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
             weights=(*_weight_maps(plan.build, weight, zeros), _address(weight.scales), _address(zeros)),
             sizes=(rows, columns, padded_n, padded_k, gated, plan.split_tiles, plan.each, *scratch_addresses),
             keeps=keeps,
+            cluster=plan.cluster,
             kind=_tensor_map.BFLOAT16 if weight.dtype == BFLOAT16 else _tensor_map.FLOAT16,
             rows=rows,
             columns=whole_vectors(weight.K),
             box=(_defines(plan.build)["M_TILE"], 64),
         )
-    schedule = (plan.split_tiles, plan.each) if plan.build.name == "marlin_gemm" else ()
+    if plan.build.name == "marlin_decode":
+        launch = kernel, (*plan.grid, 1), (32 * plan.chunks, plan.threads // (32 * plan.chunks)), plan.smem
+        schedule: tuple[int, ...] = (plan.cluster > 1,)
+    else:
+        schedule = plan.split_tiles, plan.each
     return Prepared(
         *launch,
         weights=(_address(weight.B), _address(weight.scales), _address(zeros)),
@@ -148,6 +155,7 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
             *(*schedule, *scratch_addresses),
         ),
         keeps=keeps,
+        cluster=plan.cluster,
     )
 
 
@@ -409,7 +417,10 @@ def all_builds(arch: str) -> list[Build]:
                     fitting = wgmma_stages(wgmma_tile, problem, limits)
                     if fitting is not None:
                         builds.append(wgmma_build(wgmma_tile, fitting[0], problem))
-                builds.extend(decode_build(shape, problem) for shape in decode_shapes(problem, limits))
+                for rows in (8, DECODE_MAX_M):
+                    few = replace(problem, m=rows)
+                    if decodes(few):
+                        builds.append(decode_build(few))
     return list(dict.fromkeys(builds))  # tiles may take integer zero points as deltas
 
 

@@ -94,6 +94,8 @@ class Plan:
     partial_bytes: int  # float32 partial sums in global memory
     counters: int  # arrival counters, one a split tile
     microseconds: float
+    chunks: int = 0  # marlin_decode: columns of 64 a block
+    cluster: int = 1  # blocks along the grid's second dimension that add their sums in shared memory
 
 
 def _type_macros(problem: Problem, zeros: Zeros) -> tuple[tuple[str, int], ...]:
@@ -480,86 +482,103 @@ def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 # ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
 
 DECODE_BLOCK_K = 128
-DECODE_MAX_M = 8
+DECODE_MAX_M = 16
+_DECODE_ROW = DECODE_BLOCK_K * 2 + 16  # bytes of activations in a warp's buffer
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The shape of a block's work in decode.cu: chunks of 64 columns, warps along k, blocks an SM."""
+    """The shape of a block's work in decode.cu: columns of 64, and warps that share a column's k."""
 
     chunks: int
     k_warps: int
-    blocks: int
 
     @property
-    def threads(self) -> int:
-        return 32 * self.chunks * self.k_warps
+    def warps(self) -> int:
+        return self.chunks * self.k_warps
 
-    def smem(self, group_size: int, zeros: Zeros) -> int:
-        """The warps' buffers of activations and scales, or the exchange of sums: the larger."""
+    def smem(self, rows: int, group_size: int, zeros: Zeros) -> int:
+        """The warps' buffers of activations and scales, whose place sums take in the end."""
         scales = 0 if group_size == -1 else DECODE_BLOCK_K // group_size * 128 * (2 if zeros else 1)
-        buffers = 2 * (DECODE_MAX_M * (DECODE_BLOCK_K * 2 + 16) + scales)
-        return self.chunks * self.k_warps * max(buffers, DECODE_MAX_M * 68 * 4)
+        return self.warps * 2 * (rows * _DECODE_ROW + scales)
 
 
-DECODE_SHAPES = (DecodeShape(1, 8, 2), DecodeShape(2, 4, 2))
-DECODE_SHAPES_ROOMY = (DecodeShape(1, 8, 1), DecodeShape(2, 4, 1))
+def decode_row_blocks(problem: Problem) -> int:
+    """How many times eight rows a block multiplies."""
+    return _ceil_div(problem.m, 8)
 
 
-def decode_shapes(problem: Problem, limits: Limits) -> tuple[DecodeShape, ...]:
-    """Block shapes for a problem on a device.
-
-    What small groups keep apart does not fit 128 registers a thread, nor does compute capability 10.
-    """
-    small = problem.group_size == 32 or (problem.group_size == 64 and problem.zeros)
-    roomy = small or limits.major == 10
-    return DECODE_SHAPES_ROOMY if roomy else DECODE_SHAPES
+def decode_max_warps(problem: Problem) -> int:
+    """Warps that a block can have: rows, and what small groups keep apart, take registers."""
+    return 8 if problem.m > 8 or problem.group_size == 32 else 12
 
 
-def decode_build(shape: DecodeShape, problem: Problem) -> Build:
-    """The build of decode.cu for a block shape, taking zero points as the problem says."""
+def decodes(problem: Problem) -> bool:
+    """Whether there is a build of decode.cu for a problem."""
+    return problem.m <= 8 or (problem.m <= DECODE_MAX_M and problem.group_size != 32)
+
+
+def decode_build(problem: Problem) -> Build:
+    """The build of decode.cu, taking zero points as the problem says."""
     return Build(
         "decode.cu",
         "marlin_decode",
         (
             *_type_macros(problem, problem.zeros),
-            ("CHUNKS", shape.chunks),
-            ("K_WARPS", shape.k_warps),
-            ("MIN_BLOCKS", shape.blocks),
+            ("M_BLOCKS", decode_row_blocks(problem)),
+            ("MAX_WARPS", decode_max_warps(problem)),
         ),
     )
 
 
+def decode_shapes(problem: Problem, split: int) -> list[DecodeShape]:
+    """Block shapes worth trying where k is split over `split` blocks.
+
+    All the warps that a block can have, and eight: fewer share memory as well, and add up sooner.
+    """
+    most = decode_max_warps(problem)
+    share = _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split)
+    shapes = []
+    for chunks in range(1, most + 1):
+        for warps in {8, most}:
+            k_warps = min(warps // chunks, share)
+            if k_warps > 0:
+                shapes.append(DecodeShape(chunks, k_warps))
+    return list(dict.fromkeys(shapes))
+
+
 def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits) -> Plan | None:
     """The plan of one block shape with k split over `split` blocks, or None if it does not fit the device."""
-    smem = shape.smem(problem.group_size, problem.zeros)
-    with_static = smem + _STATIC_SMEM
-    if with_static > limits.smem_per_block:
-        return None
-    if shape.blocks * (with_static + _SYSTEM_SMEM) > limits.smem_per_sm:
-        return None
     columns = _ceil_div(problem.padded_n, CHUNK_N * shape.chunks)
-    outputs = problem.m * CHUNK_N * shape.chunks
+    rows = 8 * decode_row_blocks(problem)
+    outputs = rows * CHUNK_N * shape.chunks
+    # Pairs of blocks: those that all run at once, for devices place larger clusters worse.
+    cluster = 2 if limits.major >= 9 and split == 2 and 2 * columns <= limits.sm_count else 1
+    smem = shape.smem(rows, problem.group_size, problem.zeros) + (cluster - 1) * outputs * 4
+    if smem + _STATIC_SMEM > limits.smem_per_block:
+        return None
+    in_memory = split > 1 and cluster == 1
     return Plan(
-        build=decode_build(shape, problem),
+        build=decode_build(problem),
         grid=(columns, split),
-        threads=shape.threads,
+        threads=32 * shape.warps,
         smem=smem,
         split_tiles=0,
         each=0,
-        partial_bytes=columns * split * outputs * 4 if split > 1 else 0,
-        counters=columns if split > 1 else 0,
-        microseconds=_decode_microseconds(shape, columns, split, problem, limits),
+        partial_bytes=columns * split * outputs * 4 if in_memory else 0,
+        counters=columns if in_memory else 0,
+        microseconds=_decode_microseconds(shape, columns, split, cluster, problem, limits),
+        chunks=shape.chunks,
+        cluster=cluster,
     )
 
 
 def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
-    if problem.m > DECODE_MAX_M:
+    if not decodes(problem):
         return
-    for shape in decode_shapes(problem, limits):
-        for split in range(1, 9):
-            if split > 1 and split * shape.k_warps > _ceil_div(problem.padded_k, DECODE_BLOCK_K):
-                continue
+    blocks_of_k = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
+    for split in range(1, min(8, blocks_of_k) + 1):
+        for shape in decode_shapes(problem, split):
             for zeros in (Zeros.DELTAS, Zeros.POINTS) if problem.zeros == Zeros.POINTS else (problem.zeros,):
                 plan = decode_plan(shape, split, replace(problem, zeros=zeros), limits)
                 if plan is not None:
@@ -637,20 +656,21 @@ def _gemm_microseconds(
 
 
 def _decode_microseconds(
-    shape: DecodeShape, columns: int, split: int, problem: Problem, limits: Limits
+    shape: DecodeShape, columns: int, split: int, cluster: int, problem: Problem, limits: Limits
 ) -> float:
-    blocks = columns * split
-    slots = limits.sm_count * shape.blocks
-    waves = _ceil_div(blocks, slots)
-    alone = blocks <= limits.sm_count or shape.blocks == 1
-    # Blocks of 128 k that a warp takes one after the other: 16 warps an SM share what 8 do not exhaust.
+    resident = max(1, _DECODE_WARPS // shape.warps)  # blocks an SM
+    waves = _ceil_div(columns * split, limits.sm_count * resident)
+    # Blocks of 128 k that a warp takes one after the other.
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    # Deltas take instructions in every block; zero points make the first weights of a block wait for them.
-    pace = steps * (0.93 if alone else 1.23) * (1.1 if problem.zeros == Zeros.DELTAS else 1.0)
+    pace = steps * 0.6 * (1.1 if problem.zeros == Zeros.DELTAS else 1.0)
     wait = 0.25 if problem.zeros == Zeros.POINTS else 0.0
     # Warps that wait for each other and memory that is busy hide behind each other, but not completely.
     work = math.pow(pace**3 + _stream_microseconds(problem) ** 3, 1 / 3)
-    return 2.7 + wait + work + 0.9 * (waves - 1) + (1.15 if split > 1 else 0.0)
+    exchange = 0.0 if split == 1 else 0.5 if cluster > 1 else 1.15
+    return 2.3 + wait + work + 0.9 * (waves - 1) + exchange
+
+
+_DECODE_WARPS = 12  # of an SM, by their registers
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:

@@ -1,35 +1,38 @@
-// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 8, bound by reading W once. `gated` as in marlin.cu.
+// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 16, bound by reading W once. `gated` as in marlin.cu.
 //
 // What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
 // group the mma adds exact integers q - 8 (or q - z, z an integer zero point) times A, then acc += scale * sum. A real
 // zero adds delta * group sum of A, which one more mma with an all-ones fragment delivers. Weights are never rounded.
 //
 // Who holds what. A warp takes one chunk of 64 columns and a contiguous run of k in blocks of 128. Each lane's share of
-// a block is eight 16-byte vectors of B, loaded straight into registers; each is reloaded for the next block as soon
-// as it has been used, so nothing but the first block is ever waited for, and there is no barrier in the loop. The
-// block's activations and scales lie in a small buffer of the warp's own in shared memory, two blocks deep.
+// a block is eight 16-byte vectors of B, loaded straight into registers while the block before it is multiplied, in one
+// of two sets; there is no barrier in the loop. The block's activations and scales lie in a small buffer of the warp's
+// own in shared memory, two blocks deep.
 //
-// How work is cut. A thread block is CHUNKS columns of warps times K_WARPS shares of k; gridDim.y blocks split k
-// further. Sums over warps go through shared memory, sums over blocks through `partials`, both in a fixed order; the
-// block that arrives last adds and leaves the counter at zero.
+// How work is cut. A thread block of 32 * chunks x k_warps threads is `chunks` columns of warps, of which k_warps share
+// their k; gridDim.y blocks split k further. Sums over warps go through shared memory. Sums over blocks do too where the
+// blocks of a column of the grid are a cluster: its first block receives and adds them. Elsewhere they go through
+// `partials`, and the block that arrives last adds them and leaves the counter at zero. All in a fixed order.
 //
-// Build constants: BF16, CHUNKS, K_WARPS, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas,
-// 2 = zero points), MIN_BLOCKS.
+// Build constants: BF16, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero
+// points), M_BLOCKS (1, 2: M <= 8, 16), MAX_WARPS (of a block; bounds the registers).
 #include "layout.cuh"
 #include "numeric.cuh"
 
-constexpr int THREADS = 32 * CHUNKS * K_WARPS;
 constexpr int BLOCK_K = 128;
 constexpr int STEPS = BLOCK_K / 16;
-constexpr int ROWS = 8;
-constexpr int SCALE_ROWS = GROUP == 0 ? 0 : BLOCK_K / (GROUP == 0 ? 1 : GROUP);
+constexpr int ROWS = 8 * M_BLOCKS;
+constexpr int GROUP_K = GROUP == 0 ? 1 : GROUP;
+constexpr int SCALE_ROWS = GROUP == 0 ? 0 : BLOCK_K / GROUP_K;
 constexpr int GROUP_STEPS = GROUP == 0 ? STEPS : GROUP / 16;
 
 constexpr int A_PITCH = BLOCK_K * 2 + 16;  // bytes; the odd 16 spread the rows of an ldmatrix over the banks
 constexpr int S_AT = ROWS * A_PITCH;  // one 128-byte row of the chunk's 64 scales a group, then the same of zeros
 constexpr int Z_AT = S_AT + SCALE_ROWS * 128;
 constexpr int BUFFER = Z_AT + (ZEROS ? SCALE_ROWS * 128 : 0);
+constexpr int WARP_BYTES = 2 * BUFFER;
 constexpr int SUM_PITCH = 68;  // floats; lanes of a fragment (row 2t, column g) then meet no bank twice
+static_assert(ROWS * SUM_PITCH * 4 <= WARP_BYTES, "sums take the place of the buffers");
 
 // Keeps the old value where the predicate is false.
 __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool wanted) {
@@ -40,49 +43,67 @@ __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool
         : "l"(from), "r"(static_cast<int>(wanted)));
 }
 
-struct Problem {
-    const uint16_t* a;
-    int64_t lda;
-    const uint16_t *scales, *zeros;  // as in marlin.cu
-    int m, k, padded_n, groups;
+// One lane's share of the copies of k-blocks into its warp's buffers: activations, two rows of 256 bytes a pass (k from K
+// on, K rounded up to 8, arrives as zeros; rows from M on are left as they are, for they only reach rows of C that do
+// not exist), then scales and zeros, eight lanes a row (rows past the last group arrive as zeros).
+struct Loader {
+    const uint8_t* a;  // of the next block
+    int64_t a_pass;    // bytes between passes
+    int rows, k_left;  // from this lane's first row and column on
+    uint32_t a_to;
+    uint32_t scale_at, scale_step;  // bytes
+    int groups_left;
+
+    __device__ __forceinline__ Loader(const uint16_t* a, int64_t lda, int m, int k, int padded_n, int padded_k, int chunk,
+                                      int block) {
+        const int lane = threadIdx.x % 32, row = lane / 16, column = lane % 16 * 8;
+        this->a = reinterpret_cast<const uint8_t*>(a + row * lda + block * BLOCK_K + column);
+        a_pass = lda * 4;
+        rows = m - row, k_left = k - block * BLOCK_K - column;
+        a_to = row * A_PITCH + column * 2;
+        const int group = block * SCALE_ROWS + lane / 8;
+        scale_at = static_cast<uint32_t>(group) * padded_n * 2 + chunk * 128 + lane % 8 * 16;
+        scale_step = SCALE_ROWS * 2 * padded_n;
+        groups_left = padded_k / GROUP_K - group;
+    }
+    __device__ __forceinline__ void issue(uint32_t buffer, const uint16_t* scales, const uint16_t* zeros) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++)
+            if (rows > 2 * i) copy_async16_l1(buffer + a_to + i * (2 * A_PITCH), a + i * a_pass, k_left > 0 ? 16 : 0);
+        if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
+            const int bytes = groups_left > 0 ? 16 : 0;
+            copy_async16(buffer + S_AT + lane * 16, reinterpret_cast<const uint8_t*>(scales) + scale_at, bytes);
+            if (ZEROS) copy_async16(buffer + Z_AT + lane * 16, reinterpret_cast<const uint8_t*>(zeros) + scale_at, bytes);
+        }
+        copy_commit();
+        a += BLOCK_K * 2, k_left -= BLOCK_K;
+        scale_at += scale_step, groups_left -= SCALE_ROWS;
+    }
 };
 
-// One lane's share of the copies of a k-block into its warp's buffer: activations (two rows of 256 bytes a pass; rows
-// from M on were zeroed once, k from K on, K rounded up to 8, arrives as zeros), then scales and zeros (eight lanes a
-// row; rows past the last group meet zero activations, so any finite one will do). Addresses are made anew from the
-// block's number: registers are scarcer here than instructions.
-__device__ __forceinline__ void load_block(uint32_t buffer, const Problem& p, int chunk, int block) {
-    const int lane = threadIdx.x % 32, row = lane / 16, k = block * BLOCK_K + lane % 16 * 8;
-    const uint16_t* from = p.a + row * p.lda + k;
-    const uint32_t to = buffer + row * A_PITCH + lane % 16 * 16;
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++)
-        if (2 * i + row < p.m) copy_async16_l1(to + i * (2 * A_PITCH), from + i * (2 * p.lda), k < p.k ? 16 : 0);
-    if (SCALE_ROWS > 0 && lane < SCALE_ROWS * 8) {
-        const int group = min(block * SCALE_ROWS + lane / 8, p.groups - 1);
-        const int64_t at = static_cast<int64_t>(group) * p.padded_n + chunk * 64 + lane % 8 * 8;
-        copy_async16(buffer + S_AT + lane * 16, p.scales + at, 16);
-        if (ZEROS) copy_async16(buffer + Z_AT + lane * 16, p.zeros + at, 16);
-    }
-    copy_commit();
-}
+using Sums = float[4][M_BLOCKS][4];  // [slab j][8-row block][fragment], as in marlin.cu
+using RowSums = float[M_BLOCKS][4];  // of activations; elements 2 and 3 repeat 0 and 1
 
-using Sums = float[4][4];  // [slab j][fragment], as in marlin.cu
-
+// The sums of a group, scaled, and its correction.
 __device__ __forceinline__ void add_scaled(Sums& acc, const Sums& sum, const uint32_t (&pair)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
-        acc[j][0] += low * sum[j][0], acc[j][1] += low * sum[j][1];
-        acc[j][2] += high * sum[j][2], acc[j][3] += high * sum[j][3];
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[j][mb][i] += (i < 2 ? low : high) * sum[j][mb][i];
     }
 }
-__device__ __forceinline__ void add_correction(Sums& acc, const float (&a_sum)[4], const uint32_t (&pair)[4]) {
+__device__ __forceinline__ void add_correction(Sums& acc, const RowSums& a_sum, const uint32_t (&pair)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float low = Type::to_float(pair[j] & 0xffff), high = Type::to_float(pair[j] >> 16);
-        acc[j][0] += low * a_sum[0], acc[j][1] += low * a_sum[1];
-        acc[j][2] += high * a_sum[0], acc[j][3] += high * a_sum[1];
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[j][mb][i] += (i < 2 ? low : high) * a_sum[mb][i];
     }
 }
 __device__ __forceinline__ void add(Float4& sum, const Float4& v) {
@@ -107,45 +128,53 @@ __device__ __forceinline__ void store(Float4 sum, const uint16_t* bias, uint16_t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
     marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
                   const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
-                  int gated, Float4* partials, uint32_t* counters) {
+                  int gated, int clustered, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = threadIdx.x / 32, chunk_in_block = warp % CHUNKS, k_warp = warp / CHUNKS;
-    const int chunk = blockIdx.x * CHUNKS + chunk_in_block;
-    const int blocks = (padded_k + BLOCK_K - 1) / BLOCK_K;
-    const int workers = gridDim.y * K_WARPS, worker = blockIdx.y * K_WARPS + k_warp;
-    const int share = blocks / workers, extra = blocks % workers;
+    // Shuffled, so that the compiler knows them to be the same for all lanes.
+    const int chunk_in_block = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), k_warp = __shfl_sync(0xffffffff, threadIdx.y, 0);
+    const int chunks = blockDim.x / 32, warp = k_warp * chunks + chunk_in_block, chunk = blockIdx.x * chunks + chunk_in_block;
+    const uint32_t blocks = (padded_k + BLOCK_K - 1) / BLOCK_K;
+    const uint32_t workers = gridDim.y * blockDim.y, worker = blockIdx.y * blockDim.y + k_warp;
+    const uint32_t share = blocks / workers, extra = blocks - share * workers;
     const int first = worker * share + min(worker, extra);
     const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
 
-    const uint32_t mine = shared_address(smem) + warp * (2 * BUFFER);
-    const uint32_t row_bytes = 8 * padded_n;  // of one k16 of W
-    const uint8_t* next_w = reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + static_cast<int64_t>(first) * STEPS * row_bytes;
-    const Problem p = {a, lda, scales, zeros, m, k, padded_n, GROUP == 0 ? 1 : padded_k / (GROUP == 0 ? 1 : GROUP)};
-
+    if (clustered) cluster_begin();
     Sums acc = {};
-    float a_sum[4] = {};
     if (first >= last) {
         wait_for_previous_grid();
+        let_next_grid_start();
     } else {
-        Vec4 w[STEPS] = {};
-#pragma unroll
-        for (int i = 0; i < STEPS; i++, next_w += row_bytes)
+        const uint32_t buffers[2] = {shared_address(smem) + warp * WARP_BYTES,
+                                     shared_address(smem) + warp * WARP_BYTES + BUFFER};
+        const uint32_t row_bytes = 8 * padded_n;  // of one k16 of W
+        const uint8_t* next_w =
+            reinterpret_cast<const uint8_t*>(b + chunk * 128 + lane * 4) + static_cast<int64_t>(first) * STEPS * row_bytes;
+        // A warp can wait for its loads only all together: those of the next block, issued before those of this one
+        // have come, would be waited for at once. So their addresses depend on a word of this one. (The compiler does
+        // not know that a grid is one block deep.)
+        const uint32_t none = gridDim.z - 1;
+        const auto load_weights = [&](Vec4(&w)[STEPS], int block, uint32_t come) {
             // A last block of 64 k has no upper half.
-            load_stream16_if(w[i], next_w, i < STEPS / 2 || !(padded_k % BLOCK_K != 0 && first + 1 == blocks));
+            const bool lower = block < last, upper = lower && !(padded_k % BLOCK_K != 0 && block + 1 == blocks);
+            next_w += come & none;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++, next_w += row_bytes)
+                load_stream16_if(w[i], next_w, i < STEPS / 2 ? lower : upper);
+        };
+        Loader loader(a, lda, m, k, padded_n, padded_k, chunk, first);
+        Vec4 even[STEPS] = {}, odd[STEPS] = {};
+        load_weights(even, first, 0);
         wait_for_previous_grid();
-        load_block(mine, p, chunk, first);
-        for (int i = lane; i < 2 * ROWS * (A_PITCH / 16); i += 32) {
-            const int row = i / (A_PITCH / 16) % ROWS, at = i % (ROWS * (A_PITCH / 16)) * 16;
-            uint8_t* to = smem + (2 * warp + i / (ROWS * (A_PITCH / 16))) * BUFFER + at;
-            if (row >= m) *reinterpret_cast<Vec4*>(to) = {0, 0, 0, 0};
-        }
+        let_next_grid_start();
+        loader.issue(buffers[0], scales, zeros);
 
-        uint32_t here = mine;
         Sums sum = {};
+        RowSums a_sum = {};
         ZeroPoints points[4];
         if (GROUP == 0 && ZEROS == 2) {
             uint32_t pair[4];
@@ -153,61 +182,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
             for (int j = 0; j < 4; j++) points[j] = zero_points(pair[j]);
         }
-        for (int block = first; block < last; block++) {
-            const bool more = block + 1 < last;
+        const auto multiply = [&](int block, uint32_t here, uint32_t there, const Vec4(&w)[STEPS], Vec4(&next)[STEPS]) {
             __syncwarp();  // everybody has left the buffer that is filled next
-            if (more)
-                load_block(2 * mine + BUFFER - here, p, chunk, block + 1);
+            if (block + 1 < last)
+                loader.issue(there, scales, zeros);
             else
                 copy_commit();
-            const bool more_upper = more && !(padded_k % BLOCK_K != 0 && block + 2 == blocks);
+            load_weights(next, block + 1, w[STEPS - 1].w);
             copy_wait<1>();
             __syncwarp();
             const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
+            uint32_t f[M_BLOCKS][4];  // {b0, b1} of an even step, {b0, b1} of the next
 #pragma unroll
-            for (int step = 0; step < STEPS; step += 2) {
-                if (GROUP != 0 && ZEROS == 2 && step % GROUP_STEPS == 0) {
+            for (int step = 0; step < STEPS; step++) {
+                const bool begins = GROUP != 0 && step % GROUP_STEPS == 0, ends = GROUP != 0 && (step + 1) % GROUP_STEPS == 0;
+                const int row = step / GROUP_STEPS * 128 + g * 16;  // of scales
+                if (begins && ZEROS == 2) {
                     uint32_t pair[4];
-                    load_shared16(pair, here + Z_AT + step / GROUP_STEPS * 128 + g * 16);
+                    load_shared16(pair, here + Z_AT + row);
 #pragma unroll
                     for (int j = 0; j < 4; j++) points[j] = zero_points(pair[j]);
                 }
-                uint32_t f[4];  // {b0, b1} of step, {b0, b1} of step + 1
-                load_matrix4(f, from + step * 32);
+                if (step % 2 == 0)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const uint32_t q[4] = {w[step + e].x, w[step + e].y, w[step + e].z, w[step + e].w};
+                    for (int mb = 0; mb < M_BLOCKS; mb++) load_matrix4(f[mb], from + mb * (8 * A_PITCH) + step * 32);
+                const uint32_t q[4] = {w[step].x, w[step].y, w[step].z, w[step].w};
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        uint32_t codes[4];
-                        if (ZEROS == 2)
-                            shifted(codes, q[j], points[j]);
-                        else
-                            centered(codes, q[j]);
-                        Type::mma(sum[j], codes, f[2 * e], f[2 * e + 1]);
-                    }
-                    load_stream16_if(w[step + e], next_w, step < STEPS / 2 ? more : more_upper);
-                    next_w += row_bytes;
-                    if (ZEROS == 1) {
-                        const uint32_t ones[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
-                        Type::mma(a_sum, ones, f[2 * e], f[2 * e + 1]);
-                    }
+                for (int j = 0; j < 4; j++) {
+                    uint32_t codes[4];
+                    if (ZEROS == 2)
+                        shifted(codes, q[j], points[j]);
+                    else
+                        centered(codes, q[j]);
+#pragma unroll
+                    for (int mb = 0; mb < M_BLOCKS; mb++)
+                        Type::mma(sum[j][mb], codes, f[mb][step % 2 * 2], f[mb][step % 2 * 2 + 1], begins);
                 }
-                if (GROUP != 0 && (step + 2) % GROUP_STEPS == 0) {
+                if (ZEROS == 1) {
+                    const uint32_t ones[4] = {Type::ONES, Type::ONES, Type::ONES, Type::ONES};
+#pragma unroll
+                    for (int mb = 0; mb < M_BLOCKS; mb++)
+                        Type::mma(a_sum[mb], ones, f[mb][step % 2 * 2], f[mb][step % 2 * 2 + 1], begins);
+                }
+                if (ends) {
                     uint32_t pair[4];
-                    load_shared16(pair, here + S_AT + step / GROUP_STEPS * 128 + g * 16);
+                    load_shared16(pair, here + S_AT + row);
                     add_scaled(acc, sum, pair);
-#pragma unroll
-                    for (int i = 0; i < 16; i++) (&sum[0][0])[i] = 0.f;
                     if (ZEROS == 1) {
-                        load_shared16(pair, here + Z_AT + step / GROUP_STEPS * 128 + g * 16);
+                        load_shared16(pair, here + Z_AT + row);
                         add_correction(acc, a_sum, pair);
-#pragma unroll
-                        for (int i = 0; i < 4; i++) a_sum[i] = 0.f;
                     }
                 }
             }
-            here = 2 * mine + BUFFER - here;
+        };
+#pragma unroll 1
+        for (int block = first; block < last; block += 2) {
+            multiply(block, buffers[0], buffers[1], even, odd);
+            if (block + 1 < last) multiply(block + 1, buffers[1], buffers[0], odd, even);
         }
         if (GROUP == 0) {
             uint32_t pair[4];
@@ -220,58 +251,85 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
 
-    // Sum over the block's warps, then over the blocks of one column of the grid, in ascending order.
+    // Sum over the block's warps, a quad (four columns of a row) a thread at a time, in ascending order. Quads are counted
+    // as [chunk][row][16]; a sum takes the place of the first warp's.
     copy_wait<0>();
     __syncthreads();
     float* shared = reinterpret_cast<float*>(smem);  // [k_warp][chunk][row][SUM_PITCH]
-    constexpr int CHUNK_FLOATS = ROWS * SUM_PITCH;
+    constexpr int CHUNK_FLOATS = ROWS * SUM_PITCH, CHUNK_QUADS = ROWS * 16;
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            shared[warp * CHUNK_FLOATS + (2 * t + i % 2) * SUM_PITCH + 16 * j + g + 8 * (i / 2)] = acc[j][i];
+        for (int i = 0; i < 4 * M_BLOCKS; i++)
+            shared[warp * CHUNK_FLOATS + (i / 4 * 8 + 2 * t + i % 2) * SUM_PITCH + 16 * j + g + i % 4 / 2 * 8] =
+                (&acc[j][0][0])[i];
     __syncthreads();
-
-    // Four columns a thread at a time.
-    constexpr int QUADS = 16 * CHUNKS;  // of a row
-    const int quads = m * QUADS;
-    const bool split = gridDim.y > 1;
-    Float4* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * quads;
-    const auto sum_over_warps = [&](int quad) {
-        const int row = quad / QUADS, column = quad % QUADS * 4;
-        const float* from = shared + column / 64 * CHUNK_FLOATS + row * SUM_PITCH + column % 64;
-        Float4 sum = {0, 0, 0, 0};
-#pragma unroll
-        for (int w = 0; w < K_WARPS; w++) add(sum, *reinterpret_cast<const Float4*>(from + w * CHUNKS * CHUNK_FLOATS));
-        return sum;
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+    const int quads = chunks * CHUNK_QUADS;
+    const auto place = [&](int quad) {
+        return reinterpret_cast<Float4*>(shared + quad / CHUNK_QUADS * CHUNK_FLOATS + quad / 16 % ROWS * SUM_PITCH + quad % 16 * 4);
     };
-    if (split) {
-        for (int i = threadIdx.x; i < quads; i += THREADS) slots[blockIdx.y * quads + i] = sum_over_warps(i);
+    const bool split = gridDim.y > 1;
+    Float4* received = reinterpret_cast<Float4*>(smem + threads / 32 * WARP_BYTES);  // of a cluster's other blocks
+    Float4* slots = partials + static_cast<int64_t>(blockIdx.x) * gridDim.y * quads;
+    if (clustered) cluster_wait();  // all have begun
+#pragma unroll 1
+    for (int i = thread; i < quads; i += threads) {
+        if (i / 16 % ROWS >= m) continue;
+        Float4* from = place(i);
+        Float4 sum = *from;
+#pragma unroll 4
+        for (int w = 1; w < blockDim.y; w++) add(sum, from[w * chunks * (CHUNK_FLOATS / 4)]);
+        if (clustered && blockIdx.y > 0)
+            store_cluster(cluster_address(shared_address(received + (blockIdx.y - 1) * quads + i), 0), sum);
+        else if (split && !clustered)
+            slots[blockIdx.y * quads + i] = sum;
+        else
+            *from = sum;
+    }
+
+    // Then over the blocks of one column of the grid.
+    if (clustered) {
+        cluster_arrive();
+        if (blockIdx.y > 0) return;
+        cluster_wait();
+    } else if (split) {
         __shared__ uint32_t arrived;
-        const uint32_t before = count_in(counters + blockIdx.x);
-        if (threadIdx.x == 0) {
-            arrived = before;
-            if (before == gridDim.y - 1) counters[blockIdx.x] = 0;
+        __syncthreads();
+        if (thread == 0) {
+            arrived = count_in_alone(counters + blockIdx.x);
+            if (arrived == gridDim.y - 1) counters[blockIdx.x] = 0;
         }
         __syncthreads();
         if (arrived != gridDim.y - 1) return;
     }
-    const auto total = [&](int quad) {
-        if (!split) return sum_over_warps(quad);
-        Float4 sum = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = thread; i < quads; i += threads) {
+        const int row = i / 16 % ROWS;
+        if (row >= m) continue;
+        Float4 sum;
+        if (clustered || !split) {
+            sum = *place(i);
+            for (int s = 1; s < gridDim.y; s++) add(sum, received[(s - 1) * quads + i]);
+        } else {
+            sum = load_l2(slots + i);
 #pragma unroll 4
-        for (int s = 0; s < gridDim.y; s++) add(sum, load_l2(slots + s * quads + quad));
-        return sum;
-    };
-    if (!gated) {
-        for (int i = threadIdx.x; i < quads; i += THREADS)
-            store(total(i), bias, c + i / QUADS * ldc, blockIdx.x * (64 * CHUNKS) + i % QUADS * 4, n);
-    } else {
-        // Of every four quads two are gate's, and the two after them up's for the same columns of C.
-        for (int i = threadIdx.x; i < quads / 2; i += THREADS) {
-            const Float4 gate = total(2 * i - i % 2), up = total(2 * i - i % 2 + 2);
-            const Float4 out = {silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w};
-            store(out, nullptr, c + i / (QUADS / 2) * ldc, blockIdx.x * (32 * CHUNKS) + i % (QUADS / 2) * 4, n);
+            for (int s = 1; s < gridDim.y; s++) add(sum, load_l2(slots + s * quads + i));
         }
+        if (gated)
+            *place(i) = sum;
+        else
+            store(sum, bias, c + row * ldc, (blockIdx.x * chunks + i / CHUNK_QUADS) * 64 + i % 16 * 4, n);
+    }
+    if (!gated) return;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread; i < quads / 2; i += threads) {
+        // Of every four quads two are gate's, and the two after them up's for the same columns of C.
+        const int row = i / 8 % ROWS, from = 2 * i - i % 2;
+        if (row >= m) continue;
+        const Float4 gate = *place(from), up = *place(from + 2);
+        const Float4 out = {silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w};
+        store(out, nullptr, c + row * ldc, (blockIdx.x * chunks + i / (CHUNK_QUADS / 2)) * 32 + i % 8 * 4, n);
     }
 }

@@ -49,6 +49,31 @@ __device__ __forceinline__ void let_next_grid_start() {
 #endif
 }
 
+// Blocks of a cluster (compute capability 9.0 and up; elsewhere nothing is launched as one). A barrier of all their
+// threads has two halves: `begin` says that a block is there, and promises nothing of memory; `arrive` that what it
+// stored in others' shared memory is there; `wait` ends either.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The same place in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void store_cluster(uint32_t to, const Float4& v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+#else
+__device__ __forceinline__ void cluster_begin() {}
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int) { return address; }
+__device__ __forceinline__ void store_cluster(uint32_t, const Float4&) {}
+#endif
+
 // Asks L2 for the 128 bytes at an address, and goes on.
 __device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
