@@ -17,6 +17,7 @@ constexpr int BAND = 16;
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ Tile tile_at(int index, int m, int padded_n) {
     const int m_tiles = (m + ROWS - 1) / ROWS;
+    if (m_tiles == 1) return {0, index * COLUMNS};  // few rows, little time: without the divisions
     const int n_tiles = (padded_n + COLUMNS - 1) / COLUMNS;
     const int band = index / (BAND * n_tiles);
     const int rest = index - band * BAND * n_tiles;
