@@ -1,6 +1,6 @@
 """Every kernel for every architecture: it compiles, spills no register, and draws no warning.
 
-Some 650 pairs of build and architecture; what nothing has changed about is taken from the disk cache.
+Some 1000 pairs of build and architecture; what nothing has changed about is taken from the disk cache.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ constexpr int BAND = 16;
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ Tile tile_at(int index, int m, int padded_n) {
     const int m_tiles = (m + ROWS - 1) / ROWS;
-    if (m_tiles == 1) return {0, index * COLUMNS};  // few rows, little time: without the divisions
     const int n_tiles = (padded_n + COLUMNS - 1) / COLUMNS;
     const int band = index / (BAND * n_tiles);
     const int rest = index - band * BAND * n_tiles;
@@ -67,9 +66,9 @@ struct Pieces {
     __device__ __forceinline__ bool dealt(const Deal& deal) const { return unit < deal.run_end; }
     __device__ __forceinline__ bool left(const Deal& deal) const { return dealt(deal) || index < deal.all_tiles; }
     __device__ __forceinline__ Piece next(const Deal& deal) const {
-        if (!dealt(deal)) return {index, 0, deal.units};
-        const int tile = unit / deal.units, first = unit - tile * deal.units;
-        return {tile, first, min(deal.units, first + deal.run_end - unit)};
+        const int tile = dealt(deal) ? unit / deal.units : index;
+        const int first = dealt(deal) ? unit - tile * deal.units : 0;
+        return {tile, first, dealt(deal) ? min(deal.units, first + deal.run_end - unit) : deal.units};
     }
     __device__ __forceinline__ Piece take(const Deal& deal) {
         const Piece piece = next(deal);

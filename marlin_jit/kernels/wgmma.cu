@@ -91,6 +91,11 @@ struct Place {
     __device__ __forceinline__ uint32_t empty(uint32_t ring) const { return ring + EMPTY_AT + slot * 8; }
 };
 
+// Few rows take little time, in which the divisions of tile_at would be seen.
+__device__ __forceinline__ Tile place_of(int tile, const Problem& p) {
+    return p.m <= M_TILE ? Tile{0, tile * TILE_N} : tile_at<M_TILE, TILE_N>(tile, p.m, p.padded_n);
+}
+
 // ---- global -> shared: the producer --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
@@ -122,7 +127,7 @@ __device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const P
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
-        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        const Tile tile = place_of(piece.tile, p);
         int unit = piece.first;
         if (!begun) {
             const int filled = min(piece.last, unit + STAGES);
@@ -399,7 +404,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
-        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        const Tile tile = place_of(piece.tile, p);
         Accumulators acc = {};
         Fetched f;
         if (GROUP == 0) column_scales(f.scales, p, tile, w);
