@@ -30,8 +30,8 @@
 constexpr int CONSUMERS = 128 * WG_N * WG_K;  // threads, the block's first
 constexpr int TILE_N = 64 * J * WG_N;
 constexpr int M_BLOCKS = M_TILE / 8;
-constexpr int STEPS = K_STAGE / 16;       // k16 steps of a stage
-constexpr int WG_STEPS = STEPS / WG_K;    // of them, each warpgroup's
+constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
+constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN_BLOCKS = M_BLOCKS / WG_K;  // 8-row blocks a warpgroup finishes after the sum over wk
 static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
@@ -71,7 +71,7 @@ struct Maps {
 
 struct Problem {
     const uint16_t *scales, *zeros;  // as in marlin.cu; used where there is one group a column
-    const uint16_t* bias;  // or null
+    const uint16_t* bias;            // or null
     uint16_t* c;
     int64_t ldc;
     int m, n, padded_n;
@@ -392,8 +392,8 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
-    constexpr int PARTIAL = J * OWN_BLOCKS;                 // Float4s a thread
-    constexpr int FLIGHT = MIN_BLOCKS > 1 && PARTIAL > 8 ? 4 : 8;  // of other blocks that a thread loads at once
+    constexpr int PARTIAL = J * OWN_BLOCKS;  // Float4s a thread
+    constexpr int FLIGHT = 8;                // of other blocks that a thread loads at once
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
