@@ -194,7 +194,8 @@ class Call:
     def x_aligned(self) -> Matrix:
         """Activations in packed row order, as the tiled kernels want them; copied to scratch only if need be.
 
-        Rows start on 16-byte boundaries, and where K is no multiple of 8 zeros follow up to the next one.
+        Rows start on 16-byte boundaries, one after another, and where K is no multiple of 8 zeros follow up
+        to the next one.
         """
         columns, perm = self.weight.K, _perm(self.weight)
         rows = _as_rows(self.x, columns)
@@ -206,7 +207,7 @@ class Call:
             return gathered
         if rows is None or rows.pointer % 16 or columns % 8 or (rows.stride % 8 and self.rows > 1):
             return _copied("activations", self.x, columns)
-        return rows
+        return rows if _ascending(rows) else _copied("activations", self.x, columns)
 
     @cached_property
     def x_rows(self) -> Matrix:
@@ -241,7 +242,8 @@ def _as_rows(array: Array, columns: int) -> Matrix | None:
 
 
 def _ascending(matrix: Matrix) -> bool:
-    """Whether each row begins after the one before it ends, as cuBLAS wants it: not reversed or repeated."""
+    """Whether each row begins after the one before it ends: not reversed or repeated, which cuBLAS and tensor
+    maps do not take."""
     return matrix.rows <= 1 or matrix.stride >= matrix.columns
 
 

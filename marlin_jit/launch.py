@@ -184,8 +184,8 @@ def marlin(
     plan, weight, gated
         As for `prepare`.
     x : Matrix [M, K]
-        Address and row stride multiples of 16 bytes. Where K is no multiple of 8, the columns up to the
-        next one are zero.
+        Address and row stride multiples of 16 bytes, rows not overlapping. Where K is no multiple of 8, the
+        columns up to the next one are zero.
     bias : cupy.ndarray [N] or None
     out : Matrix [M, N]
         Its columns are those that are written.

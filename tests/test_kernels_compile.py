@@ -1,6 +1,6 @@
 """Every kernel for every architecture: it compiles, spills no register, and draws no warning.
 
-Some 650 pairs of build and architecture; what nothing has changed about is taken from the disk cache.
+Some 1000 pairs of build and architecture; what nothing has changed about is taken from the disk cache.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ def compiling(index: int) -> Future[jit.CompiledKernel]:
 def test_compiles_without_spills(index: int) -> None:
     for following in range(index, min(index + (os.cpu_count() or 1), len(PAIRS))):
         compiling(following)  # the next ones run beside this one
+    _, build = PAIRS[index]
     kernel = compiling(index).result()
     assert 0 < kernel.registers <= 255
     assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+    if build.name == "marlin_wgmma":
+        # What warpgroups pass on to each other is counted from there: with fewer they would wait for ever.
+        assert kernel.registers == {1: 168, 2: 80}[build.defines["MIN_BLOCKS"]]
     complaints = [
         line for line in kernel.log.splitlines() if "warning" in line.lower() or "loss" in line.lower()
     ]
@@ -61,4 +65,5 @@ def test_compiles_without_spills(index: int) -> None:
 def test_builds_are_distinct_and_use_every_kernel_file(arch: str) -> None:
     builds = all_builds(arch)
     assert len(set(builds)) == len(builds)
-    assert {build.source for build in builds} == {path.name for path in KERNELS.glob("*.cu")}
+    hopper = {"wgmma.cu"} if arch != "90a" else set()
+    assert {build.source for build in builds} == {path.name for path in KERNELS.glob("*.cu")} - hopper

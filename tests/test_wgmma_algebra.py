@@ -140,13 +140,14 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
                 at = start + m * 128 + ((column ^ (m & 7)) << 4)
                 memory[at // 2 : at // 2 + 8] = A[m, k0 + 8 * column : k0 + 8 * column + 8]
     assert (memory >= 0).all()
-    further = find(r"a\[step % 2\]\[j\], operand \+ (\(step .*?\) / 16)\);")[1]
+    further = find(r"constexpr int FURTHER = (STEP [^;]*);")[1]
+    assert find(r"product\(slab\(acc, j\), a\[STEP % 2\]\[j\], operand \+ FURTHER / (16)\);")
     used = set()
     for names in warps(c):
         for step in range(c.WG_STEPS):
             base = operand(5 * 1024 + names["a_at"])
             assert (base.swizzle, base.base, base.stride) == (1, 0, 1024)
-            start = base.start - 5 * 1024 + 16 * kernel_source.value(further, {**names, "step": step})
+            start = base.start - 5 * 1024 + kernel_source.value(further, {**names, "STEP": step})
             m, k = np.mgrid[: c.M_TILE, :16]
             linear = start + m // 8 * base.stride + m % 8 * 128 + 2 * k
             at = linear ^ (linear >> 7 & 7) << 4

@@ -105,6 +105,17 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Registers of products keep to their side of the fences above, which the compiler does not know to concern them.
+template <int COUNT>
+__device__ __forceinline__ void hold(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+__device__ __forceinline__ void hold(uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // The B operand in shared memory: rows of 64 elements of k (128 bytes, 16-byte columns XOR-swizzled by the row), eight
 // rows 1024 bytes apart from the next. 16 elements of k further the address is 32 bytes further.
 __device__ __forceinline__ uint64_t operand_at(uint32_t address) {

@@ -66,9 +66,9 @@ struct Pieces {
     __device__ __forceinline__ bool dealt(const Deal& deal) const { return unit < deal.run_end; }
     __device__ __forceinline__ bool left(const Deal& deal) const { return dealt(deal) || index < deal.all_tiles; }
     __device__ __forceinline__ Piece next(const Deal& deal) const {
-        if (!dealt(deal)) return {index, 0, deal.units};
-        const int tile = unit / deal.units, first = unit - tile * deal.units;
-        return {tile, first, min(deal.units, first + deal.run_end - unit)};
+        const int tile = dealt(deal) ? unit / deal.units : index;
+        const int first = dealt(deal) ? unit - tile * deal.units : 0;
+        return {tile, first, dealt(deal) ? min(deal.units, first + deal.run_end - unit) : deal.units};
     }
     __device__ __forceinline__ Piece take(const Deal& deal) {
         const Piece piece = next(deal);

@@ -30,8 +30,8 @@
 constexpr int CONSUMERS = 128 * WG_N * WG_K;  // threads, the block's first
 constexpr int TILE_N = 64 * J * WG_N;
 constexpr int M_BLOCKS = M_TILE / 8;
-constexpr int STEPS = K_STAGE / 16;       // k16 steps of a stage
-constexpr int WG_STEPS = STEPS / WG_K;    // of them, each warpgroup's
+constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
+constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN_BLOCKS = M_BLOCKS / WG_K;  // 8-row blocks a warpgroup finishes after the sum over wk
 static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
@@ -71,7 +71,7 @@ struct Maps {
 
 struct Problem {
     const uint16_t *scales, *zeros;  // as in marlin.cu; used where there is one group a column
-    const uint16_t* bias;  // or null
+    const uint16_t* bias;            // or null
     uint16_t* c;
     int64_t ldc;
     int m, n, padded_n;
@@ -90,6 +90,11 @@ struct Place {
     __device__ __forceinline__ uint32_t full(uint32_t ring) const { return ring + FULL_AT + slot * 8; }
     __device__ __forceinline__ uint32_t empty(uint32_t ring) const { return ring + EMPTY_AT + slot * 8; }
 };
+
+// Few rows take little time, in which the divisions of tile_at would be seen.
+__device__ __forceinline__ Tile place_of(int tile, const Problem& p) {
+    return p.m <= M_TILE ? Tile{0, tile * TILE_N} : tile_at<M_TILE, TILE_N>(tile, p.m, p.padded_n);
+}
 
 // ---- global -> shared: the producer --------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ __device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const P
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
-        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        const Tile tile = place_of(piece.tile, p);
         int unit = piece.first;
         if (!begun) {
             const int filled = min(piece.last, unit + STAGES);
@@ -166,6 +171,8 @@ struct Warp {
 };
 
 using Accumulators = float[J][M_BLOCKS][4];
+using Slab = float[M_BLOCKS * 4];  // one slab's, as `product` takes them
+__device__ __forceinline__ Slab& slab(Accumulators& acc, int j) { return *reinterpret_cast<Slab*>(&acc[j]); }
 
 struct Fetched {
     uint32_t words[J];
@@ -198,42 +205,64 @@ __device__ __forceinline__ void column_scales(Scales<J>& s, const Problem& p, co
     s.set_zeros(zeros);
 }
 
+using Weights = uint32_t[2][J][4];  // of this step and the next
+
+__device__ __forceinline__ void weigh_words(Weights& a, int set, const Fetched& f) {
+#pragma unroll
+    for (int j = 0; j < J; j++) weigh_word(a[set][j], f.words[j], f.scales, j);
+}
+
+// What a warp knows of a unit that it works on.
+struct Unit {
+    uint32_t stage, next_stage, next_full, next_parity;
+    uint32_t read;  // empty barrier of the stage before
+    bool first, last;
+};
+
+// Multiplies a unit's steps from STEP on; then the weights of the next unit's first step are ready. (The compiler does
+// not unroll a plain loop in all builds.)
+template <int STEP>
+__device__ __forceinline__ void multiply(Accumulators& acc, Weights& a, Fetched& f, const Unit& unit, const Warp& w) {
+    constexpr int FURTHER = STEP / 4 * BOX_BYTES + STEP % 4 * 32;
+    const uint64_t operand = operand_at(unit.stage + w.a_at);
+#pragma unroll
+    for (int j = 0; j < J; j++) hold(a[STEP % 2][j]);
+    products_fence();
+#pragma unroll
+    for (int j = 0; j < J; j++) product(slab(acc, j), a[STEP % 2][j], operand + FURTHER / 16);
+    products_commit();
+    if constexpr (STEP + 1 < WG_STEPS) {
+        fetch(f, unit.stage, w, STEP + 1);
+    } else {
+        barrier_wait(unit.next_full, unit.next_parity, !unit.last);
+        fetch(f, unit.next_stage, w, 0);
+    }
+    products_wait<1>();
+    if (STEP == 0 && !unit.first && w.lane == 0) barrier_arrive(unit.read);
+    weigh_words(a, (STEP + 1) % 2, f);
+    if constexpr (STEP + 1 < WG_STEPS) multiply<STEP + 1>(acc, a, f, unit, w);
+}
+
 // Adds a number of units to acc, from place `at` of the ring on.
 __device__ __forceinline__ void run_units(Accumulators& acc, Fetched& f, uint32_t ring, Place& at, const Warp& w,
                                           int units) {
-    uint32_t a[2][J][4];  // weights of this step and the next
+    Weights a;
     barrier_wait(at.full(ring), at.parity);
     fetch(f, at.stage(ring), w, 0);
+    weigh_words(a, 0, f);
 #pragma unroll
-    for (int j = 0; j < J; j++) weigh_word(a[0][j], f.words[j], f.scales, j);
-    uint32_t read = 0;  // empty barrier of the stage before this one
+    for (int j = 0; j < J; j++) hold(slab(acc, j));
+    uint32_t read = 0;
 #pragma unroll 1
     for (int left = units; left > 0; left--) {
         const uint32_t stage = at.stage(ring), empty = at.empty(ring);
-        const uint64_t operand = operand_at(stage + w.a_at);
         at.advance();
-#pragma unroll
-        for (int step = 0; step < WG_STEPS; step++) {
-            products_fence();
-#pragma unroll
-            for (int j = 0; j < J; j++)
-                product(*reinterpret_cast<float(*)[M_BLOCKS * 4]>(&acc[j]), a[step % 2][j],
-                        operand + (step / 4 * BOX_BYTES + step % 4 * 32) / 16);
-            products_commit();
-            if (step + 1 < WG_STEPS) {
-                fetch(f, stage, w, step + 1);
-            } else {
-                barrier_wait(at.full(ring), at.parity, left > 1);
-                fetch(f, at.stage(ring), w, 0);
-            }
-            products_wait<1>();
-            if (step == 0 && left < units && w.lane == 0) barrier_arrive(read);
-#pragma unroll
-            for (int j = 0; j < J; j++) weigh_word(a[(step + 1) % 2][j], f.words[j], f.scales, j);
-        }
+        multiply<0>(acc, a, f, {stage, at.stage(ring), at.full(ring), at.parity, read, left == units, left == 1}, w);
         read = empty;
     }
     products_wait<0>();
+#pragma unroll
+    for (int j = 0; j < J; j++) hold(slab(acc, j));
     if (w.lane == 0) barrier_arrive(read);
 }
 
@@ -363,8 +392,8 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
-    constexpr int PARTIAL = J * OWN_BLOCKS;                 // Float4s a thread
-    constexpr int FLIGHT = MIN_BLOCKS > 1 && PARTIAL > 8 ? 4 : 8;  // of other blocks that a thread loads at once
+    constexpr int PARTIAL = J * OWN_BLOCKS;  // Float4s a thread
+    constexpr int FLIGHT = 8;                // of other blocks that a thread loads at once
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
@@ -375,7 +404,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
-        const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, p.m, p.padded_n);
+        const Tile tile = place_of(piece.tile, p);
         Accumulators acc = {};
         Fetched f;
         if (GROUP == 0) column_scales(f.scales, p, tile, w);
@@ -390,6 +419,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
         }
         if (whole) store_tile(own, smem, p, tile, w);
         hand_to_copies();
+        __syncwarp();
         if (w.lane == 0) barrier_arrive(ring + IDLE_AT);
     }
 }
