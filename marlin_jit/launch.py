@@ -417,7 +417,7 @@ def all_builds(arch: str) -> list[Build]:
                     fitting = wgmma_stages(wgmma_tile, problem, limits)
                     if fitting is not None:
                         builds.append(wgmma_build(wgmma_tile, fitting[0], problem))
-                for rows in (8, DECODE_MAX_M):
+                for rows in range(8, DECODE_MAX_M + 1, 8):
                     few = replace(problem, m=rows)
                     if decodes(few):
                         builds.append(decode_build(few))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
@@ -482,7 +482,7 @@ def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
 # ---- marlin_decode (decode.cu): few rows ----------------------------------------------------------------
 
 DECODE_BLOCK_K = 128
-DECODE_MAX_M = 16
+DECODE_MAX_M = 24
 _DECODE_ROW = DECODE_BLOCK_K * 2 + 16  # bytes of activations in a warp's buffer
 
 
@@ -514,8 +514,9 @@ def decode_max_warps(problem: Problem) -> int:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether there is a build of decode.cu for a problem."""
-    return problem.m <= 8 or (problem.m <= DECODE_MAX_M and problem.group_size != 32)
+    """Whether there is a build of decode.cu for a problem: more rows leave no registers for small groups."""
+    most = {32: 8, 64: 16}.get(problem.group_size, DECODE_MAX_M)
+    return problem.m <= most
 
 
 def decode_build(problem: Problem) -> Build:
@@ -579,10 +580,9 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     blocks_of_k = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
     for split in range(1, min(8, blocks_of_k) + 1):
         for shape in decode_shapes(problem, split):
-            for zeros in (Zeros.DELTAS, Zeros.POINTS) if problem.zeros == Zeros.POINTS else (problem.zeros,):
-                plan = decode_plan(shape, split, replace(problem, zeros=zeros), limits)
-                if plan is not None:
-                    yield plan
+            plan = decode_plan(shape, split, problem, limits)
+            if plan is not None:
+                yield plan
 
 
 # ---- the model ------------------------------------------------------------------------------------------
@@ -595,12 +595,12 @@ _START = 3.5  # microseconds from launch to the first product, and from the last
 _STREAM = 4.1e6  # bytes of global memory a microsecond
 
 
-def _stream_microseconds(problem: Problem) -> float:
+def _stream_microseconds(problem: Problem, stream: float = _STREAM) -> float:
     """Time to read the weight and the activations, and to write the output, once."""
     groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
     weight = problem.padded_k * problem.padded_n / 2
     scales = 2 * groups * problem.padded_n * (2 if problem.zeros else 1)
-    return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / _STREAM
+    return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / stream
 
 
 def _unit_microseconds(tile: Tile, problem: Problem) -> float:
@@ -655,22 +655,30 @@ def _gemm_microseconds(
     return _START + work + exchange + 2.25 + again
 
 
+# Microseconds that a warp takes for a block of 128 k: alone, and more for each warp of the SM, by row blocks.
+_DECODE_STEP = 0.48
+_DECODE_ISSUE = (0.030, 0.070, 0.127)
+_DECODE_ISSUE_ZEROS = {Zeros.NONE: 1.0, Zeros.DELTAS: 1.1, Zeros.POINTS: 1.02}
+_DECODE_STREAM = 4.8e6  # as _STREAM, seen from grids that overlap
+_DECODE_START = 1.8
+
+
 def _decode_microseconds(
     shape: DecodeShape, columns: int, split: int, cluster: int, problem: Problem, limits: Limits
 ) -> float:
-    resident = max(1, _DECODE_WARPS // shape.warps)  # blocks an SM
-    waves = _ceil_div(columns * split, limits.sm_count * resident)
-    # Blocks of 128 k that a warp takes one after the other.
+    row_blocks = decode_row_blocks(problem)
+    held = max(1, decode_max_warps(problem) // shape.warps)  # blocks an SM, by their registers
+    resident = min(held, _ceil_div(columns * split, limits.sm_count))
+    waves = _ceil_div(columns * split, limits.sm_count * held)
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    pace = steps * 0.6 * (1.1 if problem.zeros == Zeros.DELTAS else 1.0)
-    wait = 0.25 if problem.zeros == Zeros.POINTS else 0.0
+    issue = _DECODE_ISSUE[row_blocks - 1] * _DECODE_ISSUE_ZEROS[problem.zeros]
+    pace = steps * (_DECODE_STEP + issue * shape.warps * resident)
     # Warps that wait for each other and memory that is busy hide behind each other, but not completely.
-    work = math.pow(pace**3 + _stream_microseconds(problem) ** 3, 1 / 3)
-    exchange = 0.0 if split == 1 else 0.5 if cluster > 1 else 1.15
-    return 2.3 + wait + work + 0.9 * (waves - 1) + exchange
-
-
-_DECODE_WARPS = 12  # of an SM, by their registers
+    work = math.pow(pace**3 + _stream_microseconds(problem, _DECODE_STREAM) ** 3, 1 / 3)
+    exchange = 0.0
+    if split > 1:
+        exchange = 0.2 + 0.06 * row_blocks * shape.chunks if cluster > 1 else 0.86 + 0.055 * split * row_blocks * shape.chunks
+    return _DECODE_START + work + exchange + 1.7 * (waves - 1)
 
 
 def plans(problem: Problem, limits: Limits) -> list[Plan]:

@@ -6,7 +6,9 @@ Magic numbers and address formulas are read out of the kernels' text (`kernel_so
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import kernel_source
@@ -185,7 +187,7 @@ TILES = sorted(
     key=str,
 )
 H200 = plan.Limits(132, *launch.ARCH_LIMITS["90a"])
-DECODE = plan.decode_build(plan.decode_shapes(PROBLEM, H200)[0], PROBLEM).defines
+DECODES = [plan.decode_build(replace(PROBLEM, m=m)).defines for m in (8, 16, 24)]
 
 
 def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:
@@ -269,9 +271,10 @@ def test_words_reach_the_lane_they_belong_to(tile: plan.GemmTile) -> None:
                 assert np.array_equal(got.ravel(), words[k16, 128 * wn : 128 * (wn + 1)])
 
 
-def test_ldmatrix_of_the_decode_kernel() -> None:
-    """Two k16 steps at once: {b0, b1} of step, {b0, b1} of step + 1."""
-    c = kernel_source.constants("decode.cu", DECODE)
+@pytest.mark.parametrize("build", DECODES, ids=str)
+def test_ldmatrix_of_the_decode_kernel(build: dict[str, int]) -> None:
+    """Two k16 steps at once of a row block: {b0, b1} of step, {b0, b1} of step + 1."""
+    c = kernel_source.constants("decode.cu", build)
     A = np.arange(c.ROWS * c.BLOCK_K).reshape(c.ROWS, c.BLOCK_K)
     memory = np.full(c.S_AT // 2, -1)
     for row in range(c.ROWS):
@@ -280,12 +283,13 @@ def test_ldmatrix_of_the_decode_kernel() -> None:
     at = kernel_source.value(start, vars(c) | {"lane": LANE})
     for phase in at.reshape(4, 8):
         assert len(set(phase // 16 % 8)) == 8, "a bank conflict"
-    for step in range(0, c.STEPS, 2):
-        registers = ldmatrix(memory, at + step * 32)
+    further = kernel_source.find("decode.cu", r"load_matrix4\(f\[mb\], from \+ (.*?)\);")[1]
+    for mb, step in itertools.product(range(c.M_BLOCKS), range(0, c.STEPS, 2)):
+        registers = ldmatrix(memory, at + kernel_source.value(further, vars(c) | {"mb": mb, "step": step}))
         for e in range(2):
             for b in range(2):
                 for half in range(2):
-                    expected = A[G, 16 * (step + e) + 8 * b + 2 * T + half]
+                    expected = A[8 * mb + G, 16 * (step + e) + 8 * b + 2 * T + half]
                     assert np.array_equal(registers[2 * e + b][:, half], expected)
 
 
@@ -424,37 +428,77 @@ def test_gated_epilogue_pairs_gate_with_up(tile: plan.GemmTile) -> None:
     assert np.array_equal(rows[..., 1], up)
 
 
-def test_gated_sums_of_the_decode_kernel_pair_gate_with_up() -> None:
-    c = kernel_source.constants("decode.cu", DECODE)
-    pair = kernel_source.find("decode.cu", r"gate = total\((.*?)\), up = total\((.*?)\);")
-    to = kernel_source.find("decode.cu", r"store\(out, nullptr, (c \+ .*?), (blockIdx.*?), n\);")
-    quads = 16 * c.CHUNKS
-    i = np.arange(8 * quads // 2)
-    gate, up = (kernel_source.value(pair[side], {"i": i}) for side in (1, 2))
-    row = kernel_source.value(to[1].split("*")[0].removeprefix("c + "), {"i": i, "QUADS": quads})
-    block = to[2].replace("blockIdx.x", "3")
-    first = kernel_source.value(block, {"i": i, "QUADS": quads, "CHUNKS": c.CHUNKS}) - 3 * 32 * c.CHUNKS
-    assert np.array_equal(gate // quads, row)
-    assert np.array_equal(up, gate + 2)
-    column = gate % quads * 4
-    assert np.array_equal(column // 16 * 8 + column % 16, first)
-    assert len(set(zip(row.tolist(), first.tolist(), strict=True))) == len(i)
+@pytest.mark.parametrize("build", DECODES, ids=str)
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_gated_sums_of_the_decode_kernel_pair_gate_with_up(build: dict[str, int], chunks: int) -> None:
+    """Quads are [chunk][row][16]; those of C [chunk][row][8]."""
+    c = kernel_source.constants("decode.cu", build)
+    c.CHUNK_QUADS = c.ROWS * 16
+    i = np.arange(chunks * c.CHUNK_QUADS // 2)
+    where = kernel_source.find("decode.cu", r"const int row = (i / 8[^,]*), from = ([^;]*);")
+    row, gate = (kernel_source.value(where[side], vars(c) | {"i": i}) for side in (1, 2))
+    kernel_source.find("decode.cu", r"gate = \*place\(from\), up = \*place\(from \+ 2\);")
+    to = kernel_source.find("decode.cu", r"store\(out, nullptr, c \+ row \* ldc, (.*?), n\);")[1]
+    names = vars(c) | {"i": i, "chunks": chunks}
+    column = kernel_source.value(to.replace("blockIdx.x", "3"), names) - 3 * 32 * chunks
+    assert np.array_equal(gate // 16 % c.ROWS, row)
+    packed = gate // c.CHUNK_QUADS * 64 + gate % 16 * 4  # column of the block that gate's quad begins with
+    assert np.array_equal(packed // 16 * 8 + packed % 16, column)
+    assert len(set(zip(row.tolist(), column.tolist(), strict=True))) == len(i)
 
 
-def test_exchange_of_the_decode_kernel_meets_no_bank_twice() -> None:
-    """acc[j][i] goes to row 2t + i%2, column 16j + g + 8*(i/2): C[m, n], and 32 different banks."""
-    c = kernel_source.constants("decode.cu", DECODE)
-    at = kernel_source.find("decode.cu", r"shared\[warp \* CHUNK_FLOATS \+ (.*?)\] = acc\[j\]\[i\];")[1]
+@pytest.mark.parametrize("build", DECODES, ids=str)
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_sums_of_the_decode_kernel_go_to_their_columns(build: dict[str, int], chunks: int) -> None:
+    c = kernel_source.constants("decode.cu", build)
+    c.CHUNK_QUADS, c.CHUNK_FLOATS = c.ROWS * 16, c.ROWS * c.SUM_PITCH
+    quad = np.arange(chunks * c.CHUNK_QUADS)
+    names = vars(c) | {"quad": quad, "i": quad, "chunks": chunks}
+    place = kernel_source.find("decode.cu", r"reinterpret_cast<Float4\*>\(shared \+ ([^;]*)\); }; const")[1]
+    at = kernel_source.value(place, names)
+    row = kernel_source.value(kernel_source.find("decode.cu", r"const int row = (i / 16[^;]*);")[1], names)
+    to = kernel_source.find("decode.cu", r"store\(sum, bias, c \+ row \* ldc, (.*?), n\);")[1]
+    column = kernel_source.value(to.replace("blockIdx.x", "0"), names)
+    assert np.array_equal(at, column // 64 * c.CHUNK_FLOATS + row * c.SUM_PITCH + column % 64)
+    assert set(zip(row.tolist(), column.tolist(), strict=True)) == {
+        (r, n) for r in range(c.ROWS) for n in range(0, 64 * chunks, 4)
+    }
+
+
+@pytest.mark.parametrize("build", DECODES, ids=str)
+def test_exchange_of_the_decode_kernel_meets_no_bank_twice(build: dict[str, int]) -> None:
+    """acc[j][mb][i] goes to row 8mb + 2t + i%2, column 16j + g + 8*(i/2): C[m, n], and 32 different banks."""
+    c = kernel_source.constants("decode.cu", build)
+    at = kernel_source.find("decode.cu", r"shared\[warp \* CHUNK_FLOATS \+ (.*?)\] = \(&acc")[1]
     places = set()
-    for j in range(4):
-        for i in range(4):
-            to = kernel_source.value(at, vars(c) | {"g": G, "t": T, "j": j, "i": i})
-            assert len(set(to % 32)) == 32
-            row, column = to // c.SUM_PITCH, to % c.SUM_PITCH
-            assert np.array_equal(row, 2 * T + i % 2)
-            assert np.array_equal(column, 16 * j + G + 8 * (i // 2))
-            places |= set(to.tolist())
-    assert len(places) == 8 * 64
+    for j, mb, e in itertools.product(range(4), range(c.M_BLOCKS), range(4)):
+        to = kernel_source.value(at, vars(c) | {"g": G, "t": T, "j": j, "i": 4 * mb + e})
+        assert len(set(to % 32)) == 32
+        row, column = to // c.SUM_PITCH, to % c.SUM_PITCH
+        assert np.array_equal(row, 8 * mb + 2 * T + e % 2)
+        assert np.array_equal(column, 16 * j + G + 8 * (e // 2))
+        places |= set(to.tolist())
+    assert len(places) == c.ROWS * 64
+
+
+@pytest.mark.parametrize("build", DECODES, ids=str)
+def test_copies_of_the_decode_kernel(build: dict[str, int]) -> None:
+    """Every 16 bytes of a block's activations once, from their own place; the chunk's scales in one piece."""
+    c = kernel_source.constants("decode.cu", build)
+    names = vars(c) | {"lane": LANE}
+    found = kernel_source.find("decode.cu", r"row = (lane / 16), column = (lane % 16 \* 8); this->a")
+    names["row"], names["column"] = (kernel_source.value(found[i], names) for i in (1, 2))
+    a_to = kernel_source.value(kernel_source.find("decode.cu", r"a_to = (row \* [^;]*);")[1], names)
+    step = kernel_source.find("decode.cu", r"copy_async16_l1\(buffer \+ a_to \+ ([^,]*),")[1]
+    kernel_source.find("decode.cu", r"a_pass = lda \* 4;")  # bytes: two rows
+    seen = {}
+    for i in range(c.ROWS // 2):
+        to = a_to + kernel_source.value(step, names | {"i": i})
+        for lane in range(32):
+            seen[int(to[lane])] = (2 * i + int(names["row"][lane]), int(names["column"][lane]))
+    assert seen == {
+        row * c.A_PITCH + 2 * column: (row, column) for row in range(c.ROWS) for column in range(0, c.BLOCK_K, 8)
+    }
 
 
 # ---- correction.cu --------------------------------------------------------------------------------------

@@ -620,13 +620,13 @@ class FakeDriver:
             )
         )
 
-    def launch(self, function: int, device: int, *arguments: Any, overlap: bool) -> None:
+    def launch(self, function: int, device: int, *arguments: Any, overlap: bool, cluster: int) -> None:
         assert (function, device) == (4096, self.device)
         if arguments[2] > 227 * 1024:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
         if -1 in arguments[5]:
             raise struct.error("argument out of range")
-        self.launches.append((*arguments, overlap))
+        self.launches.append((*arguments, overlap, cluster))
 
 
 @pytest.fixture
@@ -692,10 +692,10 @@ def test_static_shared_memory_counts_too(kernels: Path, driver: FakeDriver) -> N
 def test_launch_passes_everything_on_and_names_what_was_refused(kernels: Path, driver: FakeDriver) -> None:
     kernel = load_scale(kernels)
     kernel((3, 1, 1), 32, (4096,), 64)
-    kernel((3, 1, 2), 32, (0,))
+    kernel((3, 2, 1), (32, 4), (0,), cluster=2)
     assert driver.launches == [
-        ((3, 1, 1), 32, 64, 7, "P", (4096,), False),
-        ((3, 1, 2), 32, 0, 7, "P", (0,), False),
+        ((3, 1, 1), (32, 1), 64, 7, "P", (4096,), False, 1),
+        ((3, 2, 1), (32, 4), 0, 7, "P", (0,), False, 2),
     ]
     with pytest.raises(LaunchError, match=r"scale \(sm_80\) was refused with grid \(3, 1, 1\).*300000 bytes"):
         kernel((3, 1, 1), 32, (0,), 300_000)
@@ -763,7 +763,7 @@ def test_parameters_are_read_from_the_source() -> None:
     sources = jit._read_sources(None)[0]
     assert {name: jit.parameter_layout(sources[name], function) for name, function in found.items()} == {
         "correction.cu": "PPPqiiiii",
-        "decode.cu": "PqPPPPPqiiiiiiPP",
+        "decode.cu": "PqPPPPPqiiiiiiiPP",
         "dequantize.cu": "PPPPPPiiiii",
         "gather.cu": "PqPPqii",
         "group_sums.cu": "PqPiiiPq",
@@ -818,8 +818,8 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
         _fields_ = [
             ("id", ctypes.c_int),
             ("pad", ctypes.c_char * 4),
-            ("value", ctypes.c_int),
-            ("rest", ctypes.c_char * 60),
+            ("value", ctypes.c_uint * 3),  # of a cluster; of a switch the first
+            ("rest", ctypes.c_char * 52),
         ]
 
     seen: list[Any] = []
@@ -829,10 +829,10 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
 
         def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: Any) -> int:
             c = Config.from_address(config)
-            attribute = Attribute.from_address(c.attributes)
+            attributes = [Attribute.from_address(c.attributes + 72 * i) for i in range(c.count)]
+            given = {a.id: tuple(a.value) for a in attributes}
             first = ctypes.c_int.from_address(ctypes.c_uint64.from_address(places + 8).value).value
-            seen.append((c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.smem, c.stream, c.count, first, extra))
-            assert (attribute.id, attribute.value) == (6, 1)
+            seen.append((c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.smem, c.stream, given, first, extra))
             return self.status
 
         def cuGetErrorName(self, status: int, text: Any) -> None:
@@ -854,12 +854,15 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_driver, "_library", lambda: library)
     monkeypatch.setattr(_driver, "_thread", None)
 
-    def launch(device: int, overlap: bool) -> None:
-        _driver.launch(99, device, (2, 3, 4), 128, 1000, 7, "Pi", (0, -5), overlap=overlap)
+    def launch(device: int, overlap: bool, cluster: int = 1) -> None:
+        how = {"overlap": overlap, "cluster": cluster}
+        _driver.launch(99, device, (2, 6, 4), (128, 3), 1000, 7, "Pi", (0, -5), **how)
 
-    for overlap in (True, False):
-        launch(0, overlap)
-    assert seen == [(2, 3, 4, 128, 1, 1, 1000, 7, count, -5, None) for count in (1, 0)]
+    overlapping, pairs, triples = {6: (1, 0, 0)}, {4: (1, 2, 1)}, {4: (1, 3, 1)}
+    expected = [overlapping, {}, overlapping | pairs, triples, overlapping]
+    for overlap, cluster in ((True, 1), (False, 1), (True, 2), (False, 3), (True, 1)):
+        launch(0, overlap, cluster)
+    assert seen == [(2, 6, 4, 128, 3, 1, 1000, 7, given, -5, None) for given in expected]
     # A thread's first launch on a device binds the device's context to it; the driver does not.
     launch(1, False)
     thread = threading.Thread(target=launch, args=(0, False))

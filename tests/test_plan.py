@@ -6,7 +6,9 @@ held to the same arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import kernel_source
@@ -118,7 +120,13 @@ def test_every_plan_fits_the_device_and_is_listed(problem: Problem, device: tupl
         assert p.microseconds > 0 and np.isfinite(p.microseconds)
         if p.build.name == "marlin_decode":
             assert problem.m <= plan.DECODE_MAX_M
-            assert (p.partial_bytes > 0) == (p.counters > 0) == (p.grid[1] > 1)
+            assert p.cluster in (1, p.grid[1])
+            assert (p.partial_bytes > 0) == (p.counters > 0) == (p.grid[1] > p.cluster)
+            macros = p.build.defines
+            assert p.chunks > 0 and p.threads % (32 * p.chunks) == 0 and p.threads <= 32 * macros["MAX_WARPS"]
+            assert 8 * (macros["M_BLOCKS"] - 1) < problem.m <= 8 * macros["M_BLOCKS"]
+            if p.cluster > 1:  # only where all of them run at once
+                assert limits.major >= 9 and p.grid[0] * p.grid[1] <= limits.sm_count
         else:
             tiles, _ = plan.gemm_tiles(gemm_tile(p), problem)
             assert 0 <= p.split_tiles <= tiles
@@ -150,12 +158,11 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
                     assert together >= share, (tile, problem, grid)
                     if major >= 9:  # grids overlap: nor is there room for one block more than the share
                         assert per_sm // (p.smem + SYSTEM_SMEM) == share, (tile, problem, grid)
-            for shape in plan.decode_shapes(problem, limits):
-                p = plan.decode_plan(shape, 1, problem, limits)
-                if p is None:
-                    continue
-                assert p.smem + STATIC_SMEM <= per_block, (shape, problem)
-                assert shape.blocks * (p.smem + STATIC_SMEM + SYSTEM_SMEM) <= per_sm, (shape, problem)
+            for m, split in itertools.product((8, 16, 24), (1, 2)):
+                few = replace(problem, m=m, padded_k=8192)
+                for shape in plan.decode_shapes(few, split) if plan.decodes(few) else ():
+                    p = plan.decode_plan(shape, split, few, limits)
+                    assert p is None or p.smem + STATIC_SMEM <= per_block, (shape, few)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -187,16 +194,19 @@ def test_sizes_are_those_the_gemm_kernel_uses() -> None:
 
 
 def test_sizes_are_those_the_decode_kernel_uses() -> None:
-    for group_size in GROUPS:
-        for zeros in Zeros:
-            problem = Problem(1, 128, 64, group_size, zeros, False)
-            for shape in plan.decode_shapes(problem, H200):
-                c = kernel_source.constants("decode.cu", plan.decode_build(shape, problem).defines)
-                assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, plan.DECODE_MAX_M)
-                assert shape.threads == c.THREADS
-                warps = c.CHUNKS * c.K_WARPS
-                assert shape.smem(group_size, zeros) >= warps * max(2 * c.BUFFER, c.ROWS * c.SUM_PITCH * 4)
-                assert c.BUFFER % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
+    for group_size, zeros, m in itertools.product(GROUPS, Zeros, (8, 16, 24)):
+        problem = Problem(m, 8192, 64, group_size, zeros, False)
+        if not plan.decodes(problem):
+            continue
+        for shape in plan.decode_shapes(problem, 2):
+            c = kernel_source.constants("decode.cu", plan.decode_build(problem).defines)
+            assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, m)
+            assert shape.smem(m, group_size, zeros) == shape.warps * c.WARP_BYTES
+            assert c.WARP_BYTES >= c.ROWS * c.SUM_PITCH * 4
+            assert c.BUFFER % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
+            p = plan.decode_plan(shape, 2, problem, H200)
+            assert p is not None and p.cluster == 2
+            assert p.smem == shape.warps * c.WARP_BYTES + c.ROWS * 16 * shape.chunks * 16  # received quads
 
 
 def test_sizes_are_those_the_wgmma_kernel_uses() -> None:
@@ -339,16 +349,15 @@ def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.Tile) -> No
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(max_m=8), devices)
+@given(problems(max_m=24), devices)
 def test_decode_takes_every_block_of_k_once(problem: Problem, device: tuple[str, Limits]) -> None:
     first = kernel_source.find("decode.cu", r"const int first = (worker [^;]*);")[1]
     last = kernel_source.find("decode.cu", r"const int last = (chunk [^;]*);")[1]
     for p in plan.plans(problem, device[1]):
         if p.build.name != "marlin_decode":
             continue
-        c = p.build.defines
         blocks = -(-problem.padded_k // plan.DECODE_BLOCK_K)
-        workers = p.grid[1] * c["K_WARPS"]
+        workers = p.grid[1] * (p.threads // (32 * p.chunks))
         names = {"share": blocks // workers, "extra": blocks % workers, "padded_n": problem.padded_n}
         end = 0
         for worker in range(workers):
@@ -360,10 +369,10 @@ def test_decode_takes_every_block_of_k_once(problem: Problem, device: tuple[str,
             past = {**names, "chunk": problem.padded_n // 64}
             assert kernel_source.value(last, past) == names["first"]
         assert end == blocks
-        assert p.grid[0] * c["CHUNKS"] * 64 >= problem.padded_n > (p.grid[0] - 1) * c["CHUNKS"] * 64
-        if p.grid[1] > 1:
-            assert workers <= blocks  # else blocks would arrive with nothing
-            assert p.partial_bytes == p.grid[0] * p.grid[1] * problem.m * 64 * c["CHUNKS"] * 4
+        assert p.grid[0] * p.chunks * 64 >= problem.padded_n > (p.grid[0] - 1) * p.chunks * 64
+        if p.partial_bytes:
+            rows = 8 * p.build.defines["M_BLOCKS"]
+            assert p.partial_bytes == p.grid[0] * p.grid[1] * rows * 64 * p.chunks * 4
             assert p.counters == p.grid[0]
 
 
@@ -400,7 +409,7 @@ def test_few_rows_are_decoded_and_many_are_not() -> None:
         return plan.choose(Problem(m, 4096, 4096, 128, Zeros.NONE, False), H200).build.name
 
     assert name(1) == "marlin_decode"
-    assert {name(m) for m in (9, 16)} == {"marlin_gemm"}
+    assert {name(m) for m in (9, 16, 24)} == {"marlin_decode"}
     assert {name(m) for m in (100, 4096)} <= set(TILED)
 
 
@@ -444,12 +453,16 @@ def test_few_pieces_of_a_correction_are_shared_by_more_warps(pieces: int, warps:
 
 
 def test_integer_zero_points_are_taken_from_codes_where_that_is_faster() -> None:
-    """As measured on an H200 (docs/notes/gemm.md and decode.md); marlin_wgmma always does, others never."""
-    chosen = {
-        (m, k, n): plan.choose(Problem(m, k, n, 128, Zeros.POINTS, False), H200).build.defines["ZEROS"]
-        for m, k, n in ((8, 4096, 28672), (4096, 4096, 28672), (8, 4096, 4096), (64, 4096, 28672))
-    }
-    assert list(chosen.values()) == [Zeros.POINTS, Zeros.POINTS, Zeros.DELTAS, Zeros.POINTS]
+    """As measured on an H200 (docs/notes/gemm.md): all but small tiles of marlin_gemm do."""
+
+    def how(m: int, limits: Limits) -> tuple[str, int]:
+        build = plan.choose(Problem(m, 4096, 28672, 128, Zeros.POINTS, False), limits).build
+        return build.name, build.defines["ZEROS"]
+
+    assert {how(m, H200)[1] for m in (1, 8, 16, 64, 4096)} == {Zeros.POINTS}
+    a100 = Limits(108, *launch.ARCH_LIMITS["80"])
+    assert how(8, a100) == ("marlin_decode", Zeros.POINTS)
+    assert how(32, a100) == ("marlin_gemm", Zeros.DELTAS)
     for m in (1, 8, 16, 64, 300, 4096):
         for zeros in (Zeros.NONE, Zeros.DELTAS):
             for p in plan.plans(Problem(m, 4096, 28672, 128, zeros, False), H200):

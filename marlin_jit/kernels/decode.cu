@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
     if (clustered) cluster_begin();
     Sums acc = {};
     if (first >= last) {
-        wait_for_previous_grid();
         let_next_grid_start();
+        wait_for_previous_grid();
     } else {
         const uint32_t buffers[2] = {shared_address(smem) + warp * WARP_BYTES,
                                      shared_address(smem) + warp * WARP_BYTES + BUFFER};
@@ -158,19 +158,17 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         // have come, would be waited for at once. So their addresses depend on a word of this one. (The compiler does
         // not know that a grid is one block deep.)
         const uint32_t none = gridDim.z - 1;
-        const auto load_weights = [&](Vec4(&w)[STEPS], int block, uint32_t come) {
+        const auto load_weights = [&](Vec4(&w)[STEPS], int block) {
             // A last block of 64 k has no upper half.
-            const bool lower = block < last, upper = lower && !(padded_k % BLOCK_K != 0 && block + 1 == blocks);
-            next_w += come & none;
+            const bool upper = padded_k % BLOCK_K == 0 || block + 1 < blocks;
 #pragma unroll
-            for (int i = 0; i < STEPS; i++, next_w += row_bytes)
-                load_stream16_if(w[i], next_w, i < STEPS / 2 ? lower : upper);
+            for (int i = 0; i < STEPS; i++, next_w += row_bytes) load_stream16_if(w[i], next_w, i < STEPS / 2 || upper);
         };
         Loader loader(a, lda, m, k, padded_n, padded_k, chunk, first);
         Vec4 even[STEPS] = {}, odd[STEPS] = {};
-        load_weights(even, first, 0);
-        wait_for_previous_grid();
+        load_weights(even, first);
         let_next_grid_start();
+        wait_for_previous_grid();
         loader.issue(buffers[0], scales, zeros);
 
         Sums sum = {};
@@ -184,11 +182,13 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         }
         const auto multiply = [&](int block, uint32_t here, uint32_t there, const Vec4(&w)[STEPS], Vec4(&next)[STEPS]) {
             __syncwarp();  // everybody has left the buffer that is filled next
-            if (block + 1 < last)
+            next_w += w[STEPS - 1].w & none;
+            if (block + 1 < last) {
+                load_weights(next, block + 1);
                 loader.issue(there, scales, zeros);
-            else
+            } else {
                 copy_commit();
-            load_weights(next, block + 1, w[STEPS - 1].w);
+            }
             copy_wait<1>();
             __syncwarp();
             const uint32_t from = here + (lane & 7) * A_PITCH + (lane >> 3) * 16;
