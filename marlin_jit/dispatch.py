@@ -31,7 +31,7 @@ from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError
 from marlin_jit.fused import GateUpWeight
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize
-from marlin_jit.plan import Plan, choose
+from marlin_jit.plan import Plan, choose, choose_invariant, decode_max_rows
 from marlin_jit.weight import SCALE_DTYPES, MarlinWeight, QuantWeight
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,24 @@ def dispatch(enabled: bool) -> Iterator[None]:
         _enabled_here.reset(token)
 
 
-def _switch(enabled: bool) -> bool:
+def _switch(enabled: bool, what: str = "dispatch") -> bool:
     if not isinstance(enabled, bool | np.bool_):
-        raise DTypeError(f"dispatch is switched by True or False, got {enabled!r}")
+        raise DTypeError(f"{what} is switched by True or False, got {enabled!r}")
     return bool(enabled)
+
+
+_batch_invariant_always = False
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Let every product on a GPU take the path ``batch_invariant``, in the whole process, or no longer.
+
+    A row of the result then has the same bits whatever the other rows are and however many. It costs little
+    for few rows, and products of many take several times as long (docs/performance.md). Where that path
+    cannot be taken it is `native`, which is batch-invariant too.
+    """
+    global _batch_invariant_always
+    _batch_invariant_always = _switch(enabled, "batch invariance")
 
 
 def dispatch_enabled() -> bool:
@@ -293,9 +307,27 @@ def _reference(call: Call, out: Array) -> None:
         out[...] = y.reshape(out.shape).astype(out.dtype)
 
 
+def _batch_invariant_gates(call: Call) -> Gates:
+    yield "batch invariance is asked for", call.path == "batch_invariant" or _batch_invariant_always
+    yield from _common_gates(call)
+
+
+def _batch_invariant(call: Call, out: Array) -> None:
+    """A few rows at a time, all in the same way."""
+    w = call.weight
+    assert isinstance(w, MarlinWeight) and call.device is not None
+    x, y, most = call.x_aligned, _matrix(out), decode_max_rows(w.group_size)
+    limits = launch.limits_of(call.device)
+    for first in range(0, call.rows, most):
+        rows = min(most, call.rows - first)
+        plan = choose_invariant(launch.problem_of(rows, w, asymmetric=not w.symmetric), limits)
+        launch.marlin(plan, x.part(first, rows), w, call.bias, y.part(first, rows), gated=bool(call.gated))
+
+
 def _fp16_cache_gates(call: Call) -> Gates:
     yield "x is a GPU array", call.device is not None
     yield "the weight carries an FP16 cache", getattr(call.weight, "fp16_cache", None) is not None
+    yield "batch invariance is not asked for", not _batch_invariant_always
     yield "cuBLAS is installed", _cublas_there()
 
 
@@ -421,6 +453,7 @@ class Path:
 
 TABLE = (
     Path("reference", _reference_gates, _reference, activates=True),
+    Path("batch_invariant", _batch_invariant_gates, _batch_invariant, activates=True),
     Path("fp16_cache", _fp16_cache_gates, _fp16_cache),
     Path("marlin", _marlin_gates, _marlin, activates=True),
     Path("marlin_pair", _marlin_pair_gates, _marlin_pair),
@@ -452,8 +485,8 @@ def matmul(
         Where to write the result; must not overlap `x` or `bias`. With it, a call allocates nothing once its
         shape has been seen.
     path : str, optional
-        Insist on one path: ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"``, ``"cross_iteration"`` or
-        ``"native"``.
+        Insist on one path: ``"batch_invariant"``, ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"``,
+        ``"cross_iteration"`` or ``"native"``.
 
     Returns
     -------
@@ -486,7 +519,7 @@ def _product(x: Any, w: Weight, bias: Any, out: Array | None, path: str | None, 
 
 def _again(x: Any, w: MarlinWeight, bias: Any, out: Any, gated: int) -> Array | None:
     """The product, launched as one like it was before; None if there was none, or the path may be another."""
-    if not w.repeats or w.fp16_cache is not None or not dispatch_enabled():
+    if not w.repeats or w.fp16_cache is not None or _batch_invariant_always or not dispatch_enabled():
         return None
     try:
         done = repeat.again(x, w, bias, out, gated)

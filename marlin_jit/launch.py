@@ -47,6 +47,10 @@ class Matrix:
     rows: int
     columns: int
 
+    def part(self, first: int, rows: int) -> Matrix:
+        """Some of the rows."""
+        return Matrix(self.pointer + 2 * first * self.stride, self.stride, rows, self.columns)
+
 
 def limits_of(device: DeviceInfo) -> Limits:
     """What `marlin_jit.plan` needs to know of a device."""

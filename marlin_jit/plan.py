@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -513,10 +513,14 @@ def decode_max_warps(problem: Problem) -> int:
     return 8 if problem.m > 8 or problem.group_size == 32 else 12
 
 
+def decode_max_rows(group_size: int) -> int:
+    """Rows that there are builds of decode.cu for: more leave no registers for small groups."""
+    return {32: 8, 64: 16}.get(group_size, DECODE_MAX_M)
+
+
 def decodes(problem: Problem) -> bool:
-    """Whether there is a build of decode.cu for a problem: more rows leave no registers for small groups."""
-    most = {32: 8, 64: 16}.get(problem.group_size, DECODE_MAX_M)
-    return problem.m <= most
+    """Whether there is a build of decode.cu for a problem."""
+    return problem.m <= decode_max_rows(problem.group_size)
 
 
 def decode_build(problem: Problem) -> Build:
@@ -699,3 +703,18 @@ def plans(problem: Problem, limits: Limits) -> list[Plan]:
 def choose(problem: Problem, limits: Limits) -> Plan:
     """The plan with the least predicted time."""
     return plans(problem, limits)[0]
+
+
+@lru_cache(maxsize=1 << 14)
+def choose_invariant(problem: Problem, limits: Limits) -> Plan:
+    """A plan for at most `decode_max_rows` rows that gives a row the same bits whatever their number.
+
+    What a row's sums are made of, in which order, is decode.cu's share of k: that of the best plan for the
+    most rows, taken for any number of them.
+    """
+    most = replace(problem, m=decode_max_rows(problem.group_size))
+    best = min(_decode_plans(most, limits), key=lambda plan: plan.microseconds)
+    shape = DecodeShape(best.chunks, best.threads // (32 * best.chunks))
+    plan = decode_plan(shape, best.grid[1], problem, limits)
+    assert plan is not None, "fewer rows need less shared memory"
+    return plan

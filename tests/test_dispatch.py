@@ -274,10 +274,10 @@ def test_paths_by_name(rng: np.random.Generator) -> None:
     w = mj.pack(plain_weight(rng))
     x = activations(rng, 2, w.K)
     with pytest.raises(
-        ValueRangeError, match="no path 'tensor_core'; there are: reference, fp16_cache, marlin, mar"
+        ValueRangeError, match="no path 'tensor_core'; there are: reference, batch_invariant, fp16_cache, mar"
     ):
         mj.matmul(x, w, path="tensor_core")
-    for path in ("fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native"):
+    for path in ("batch_invariant", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native"):
         with pytest.raises(LaunchError, match=f"path '{path}' cannot be taken here: .*x is a GPU array"):
             mj.matmul(x, w, path=path)
     assert_product(mj.matmul(x, w, path="reference"), x, weight64(mj.unpack(w)))
@@ -292,9 +292,9 @@ def test_explain_shows_every_gate(rng: np.random.Generator) -> None:
     assert answer.path == "reference"
     assert answer.plan is None
     assert [a.path for a in answer.answers] == [
-        *("reference", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native")
+        *("reference", "batch_invariant", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native")
     ]
-    assert [a.chosen for a in answer.answers] == [True, False, False, False, False, False]
+    assert [a.chosen for a in answer.answers] == [True, *[False] * 6]
     lines = str(answer).splitlines()
     assert lines[:2] == ["-> reference", "     [x] x is a NumPy array"]
     at = lines.index("   marlin")
@@ -422,6 +422,7 @@ class PlayedGpu:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.plans: list[plan.Plan] = []
         self.failing: dict[str, Exception] = {}
         self.capturing = False
         self.capability = (9, 0)
@@ -442,6 +443,7 @@ class PlayedGpu:
         self, p: plan.Plan, x: launch.Matrix, w: Any, bias: Any, out: launch.Matrix, *, gated: bool = False
     ) -> None:
         zeros = p.build.defines["ZEROS"]
+        self.plans.append(p)
         self._note(("fused" if zeros else "symmetric") + (" gated" if gated else ""))
         assert (None, w.delta16, w.points16)[zeros] is not None or zeros == 0
         plain = mj.unpack(w)
@@ -628,6 +630,59 @@ def test_swiglu_on_each_path(gpu: PlayedGpu, path: str | None, calls: list[str],
     assert y.shape == (3, 100)
     np.testing.assert_allclose(y.astype(np.float64), g / (1 + np.exp(-g)) * u, rtol=3e-3, atol=2e-3)
     assert mj.stats_by_shape() == {(path or "marlin", 3, 208, 256, 64): 1}
+
+
+def test_batch_invariant_products_take_k_in_the_same_shares(gpu: PlayedGpu, packed: Any, rng: Any) -> None:
+    """Up to 16 rows at a time, group size 64; what a row's sums are made of is the same for all."""
+    x = activations(rng, 50, 256)
+    bias = activations(rng, 128)
+    for rows, launches in ((1, 1), (8, 1), (9, 1), (16, 1), (17, 2), (50, 4)):
+        gpu.calls.clear()
+        y = mj.matmul(x[:rows], packed, bias, path="batch_invariant")
+        np.testing.assert_allclose(
+            y.astype(np.float64),
+            x[:rows].astype(np.float64) @ weight64(mj.unpack(packed)) + bias.astype(np.float64),
+            rtol=2e-3,
+            atol=4e-3,
+        )
+        assert gpu.calls == ["fused"] * launches
+    shares = {(p.build.name, p.grid[1], p.threads // p.chunks, p.build.defines["ZEROS"]) for p in gpu.plans}
+    assert len(shares) == 1
+    assert {p.build.defines["M_BLOCKS"] for p in gpu.plans} == {1, 2}
+
+
+@pytest.fixture
+def batch_invariant() -> Iterator[None]:
+    mj.set_batch_invariant(True)
+    yield
+    mj.set_batch_invariant(False)
+
+
+def test_batch_invariance_for_the_process(
+    gpu: PlayedGpu, batch_invariant: None, packed: Any, rng: np.random.Generator
+) -> None:
+    """What is not batch-invariant is not taken: neither a plan for these rows alone, nor cuBLAS."""
+    x = activations(rng, 3, 256)
+    packed.cache_fp16()
+    assert mj.explain(x, packed).path == "batch_invariant"
+    check(x, packed, mj.matmul(x, packed))
+    check(x, packed, mj.matmul(x, mj.unpack(packed)))
+    with mj.dispatch(False):
+        check(x, packed, mj.matmul(x, packed))
+    assert gpu.calls == ["fused", "native", "native"]
+    w = mj.pack_gate_up(*(plain_weight(rng, K=256, N=64) for _ in range(2)))
+    mj.matmul_swiglu(x, w)
+    assert gpu.calls[3:] == ["fused gated"]
+    gpu.failing["fused"] = LaunchError("no such kernel")
+    with pytest.raises(LaunchError, match="no such kernel"):  # rather than another path's bits
+        mj.matmul(x, packed)
+    mj.set_batch_invariant(False)
+    assert mj.explain(x, packed).path == "fp16_cache"
+
+
+def test_batch_invariance_is_switched_by_a_bool() -> None:
+    with pytest.raises(DTypeError, match="batch invariance is switched by True or False, got 1"):
+        mj.set_batch_invariant(1)  # type: ignore[arg-type]
 
 
 def test_swiglu_without_dispatch_or_after_a_refusal(gpu: PlayedGpu, rng: np.random.Generator) -> None:

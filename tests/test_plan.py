@@ -404,6 +404,19 @@ def test_more_rows_do_not_take_much_less_time(arch: str, N: int, K: int, group_s
         assert after >= 0.85 * before, f"M = {m}"
 
 
+@settings(max_examples=80, deadline=None)
+@given(problems(), devices)
+def test_invariant_plans_cut_k_alike(problem: Problem, device: tuple[str, Limits]) -> None:
+    """A row's sums: how many warps and blocks share k, in what order they are added, what codes become."""
+    found = [
+        plan.choose_invariant(replace(problem, m=m), device[1])
+        for m in range(1, plan.decode_max_rows(problem.group_size) + 1)
+    ]
+    assert len({(p.threads // p.chunks, p.grid, p.chunks, p.build.defines["ZEROS"]) for p in found}) == 1
+    assert {p.build.defines["M_BLOCKS"] for p in found} == {-(-m // 8) for m in range(1, len(found) + 1)}
+    assert {p.build for p in found} <= set(launch.all_builds(device[0]))
+
+
 def test_few_rows_are_decoded_and_many_are_not() -> None:
     def name(m: int) -> str:
         return plan.choose(Problem(m, 4096, 4096, 128, Zeros.NONE, False), H200).build.name
