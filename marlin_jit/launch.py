@@ -17,6 +17,7 @@ from marlin_jit._tensor_map import tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
+    DECODE_BLOCK_K,
     DECODE_MAX_M,
     Build,
     Limits,
@@ -147,8 +148,10 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
             box=(_defines(plan.build)["M_TILE"], 64),
         )
     if plan.build.name == "marlin_decode":
-        launch = kernel, (*plan.grid, 1), (32 * plan.chunks, plan.threads // (32 * plan.chunks)), plan.smem
-        schedule: tuple[int, ...] = (plan.cluster > 1,)
+        k_warps = plan.threads // (32 * plan.chunks)
+        launch = kernel, (*plan.grid, 1), (32 * plan.chunks, k_warps), plan.smem
+        share, extra = divmod(-(-padded_k // DECODE_BLOCK_K), plan.grid[1] * k_warps)
+        schedule: tuple[int, ...] = (plan.cluster > 1, share, extra)
     else:
         schedule = plan.split_tiles, plan.each
     return Prepared(

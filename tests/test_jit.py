@@ -763,7 +763,7 @@ def test_parameters_are_read_from_the_source() -> None:
     sources = jit._read_sources(None)[0]
     assert {name: jit.parameter_layout(sources[name], function) for name, function in found.items()} == {
         "correction.cu": "PPPqiiiii",
-        "decode.cu": "PqPPPPPqiiiiiiiPP",
+        "decode.cu": "PqPPPPPqiiiiiiiiiPP",
         "dequantize.cu": "PPPPPPiiiii",
         "gather.cu": "PqPPqii",
         "group_sums.cu": "PqPiiiPq",

@@ -12,7 +12,8 @@
 // How work is cut. A thread block of 32 * chunks x k_warps threads is `chunks` columns of warps, of which k_warps share
 // their k; gridDim.y blocks split k further. Sums over warps go through shared memory. Sums over blocks do too where the
 // blocks of a column of the grid are a cluster: its first block receives and adds them. Elsewhere they go through
-// `partials`, and the block that arrives last adds them and leaves the counter at zero. All in a fixed order.
+// `partials`, and the block that arrives last adds them and leaves the counter at zero. All in a fixed order. Of a
+// column's warps, in all its blocks, each takes `share` blocks of 128 k, and the first `extra` of them one more.
 //
 // Build constants: BF16, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero
 // points), M_BLOCKS (1, 2: M <= 8, 16), MAX_WARPS (of a block; bounds the registers).
@@ -131,15 +132,13 @@ __device__ __forceinline__ void store(Float4 sum, const uint16_t* bias, uint16_t
 extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
     marlin_decode(const uint16_t* a, int64_t lda, const uint32_t* b, const uint16_t* scales, const uint16_t* zeros,
                   const uint16_t* bias, uint16_t* c, int64_t ldc, int m, int n, int k, int padded_n, int padded_k,
-                  int gated, int clustered, Float4* partials, uint32_t* counters) {
+                  int gated, int clustered, int share, int extra, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(128) uint8_t smem[];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     // Shuffled, so that the compiler knows them to be the same for all lanes.
     const int chunk_in_block = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), k_warp = __shfl_sync(0xffffffff, threadIdx.y, 0);
     const int chunks = blockDim.x / 32, warp = k_warp * chunks + chunk_in_block, chunk = blockIdx.x * chunks + chunk_in_block;
-    const uint32_t blocks = (padded_k + BLOCK_K - 1) / BLOCK_K;
-    const uint32_t workers = gridDim.y * blockDim.y, worker = blockIdx.y * blockDim.y + k_warp;
-    const uint32_t share = blocks / workers, extra = blocks - share * workers;
+    const int blocks = (padded_k + BLOCK_K - 1) / BLOCK_K, worker = blockIdx.y * blockDim.y + k_warp;
     const int first = worker * share + min(worker, extra);
     const int last = chunk * 64 < padded_n ? first + share + (worker < extra ? 1 : 0) : first;
 
