@@ -47,7 +47,7 @@ def main() -> None:
                         launch.marlin(p, matrix(x), w, None, matrix(out))
                         assert np.abs(out.get() - exact).max() < 0.05, p
                         count += 1
-            for path in ("marlin", "native"):
+            for path in ("marlin", "native", "batch_invariant"):
                 assert np.abs(matmul(x, w, path=path).get() - exact).max() < 0.05, (path, M, K)
                 count += 1
             for warps in (1, 2, 4):
