@@ -81,8 +81,8 @@ def bench(
     graph replays. Times are medians in microseconds a launch. Nothing is read or written but the kernel
     cache, and FILE.
 
-    With --host, what one call of matmul takes on the host. With --roofline, our times over M beside the floor,
-    which is measured too, and beside the other libraries that are installed.
+    With --host, what one call of matmul takes on the host. With --roofline, our times over M beside the
+    floor, which is measured too, and beside the other libraries that are installed.
     """
     if host and over_m:
         raise click.UsageError("--host and --roofline measure different things: give one of them")

@@ -81,11 +81,12 @@ def draw(path: Path, gpu: str, roofline: Roofline, *, force: bool) -> None:
     ms = [point.m for point in points]
     figure = picture.figure_class()(figsize=(11, 4.4), dpi=150, layout="constrained")
     layer = f"K {roofline.k} x N {roofline.n}, group {roofline.group_size}, {roofline.dtype}"
-    lines = f"{layer}: {gpu}", floor_line(roofline.rates)
+    lines = f"{layer}, on {gpu}", floor_line(roofline.rates)
     figure.suptitle("\n".join(map(one_line, lines)), fontsize=10, parse_math=False)
     times, fractions = figure.subplots(1, 2)
     floor = [point.floor_us for point in points]
-    times.fill_between(ms, [f / 100 for f in floor], floor, color="#bdc3c7", alpha=0.35, linewidth=0)
+    bottom = min([*floor, *(us for point in points for us in point.us.values())]) / 1.6
+    times.fill_between(ms, bottom, floor, color="#bdc3c7", alpha=0.35, linewidth=0)
     times.plot(ms, floor, "--", color="#7f8c8d", label="floor")
     fractions.axhline(1, linestyle="--", color="#7f8c8d", linewidth=1.5)
     for variant, label in VARIANTS.items():
@@ -95,10 +96,10 @@ def draw(path: Path, gpu: str, roofline: Roofline, *, force: bool) -> None:
         rows = [point.m for point in known]
         times.plot(rows, [point.us[variant] for point in known], label=label, **_STYLES[variant])
         fractions.plot(rows, [point.fraction(variant) for point in known], **_STYLES[variant])
-    shortest = min([*floor, *(us for point in points for us in point.us.values())])
     times.set(yscale="log", ylabel="microseconds a launch")
-    times.set_ylim(bottom=shortest / 1.6)
-    fractions.set(ylabel="floor / time (1: nothing faster)")
+    times.set_ylim(bottom=bottom)
+    times.yaxis.set_major_formatter("{x:g}")
+    fractions.set(ylabel="floor / time")
     fractions.set_ylim(0, max([1.0, *(p.fraction(v) or 0 for p in points for v in p.us)]) * 1.06)
     powers = [m for m in ms if m & (m - 1) == 0] or ms
     for axes in (times, fractions):

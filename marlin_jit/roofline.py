@@ -30,7 +30,7 @@ MS = (
 """Numbers of rows: powers of two, and some between where kernels change."""
 
 _OURS, _NATIVE = "symmetric", "native"
-_COPIED_BYTES = 1 << 30
+_COPIED_BYTES, _COPIED_COLUMNS = 1 << 30, 8192
 _GEMM_SIZES = (8192, 4096, 2048)
 
 
@@ -199,9 +199,10 @@ def measure_rates(timer: Timer, **options: Any) -> Rates:
 
 
 def _copy_rate(timer: Timer, options: dict[str, Any]) -> float:
-    cupy = import_cupy()
-    nbytes = min(_COPIED_BYTES, _free_bytes() // 4)
-    source, target = cupy.zeros(nbytes, cupy.uint8), cupy.empty(nbytes, cupy.uint8)
+    rows = min(_COPIED_BYTES, _free_bytes() // 4) // (2 * _COPIED_COLUMNS)
+    source = random_dense(rows, _COPIED_COLUMNS, "float16", seed=0)
+    nbytes = int(source.nbytes)
+    target = import_cupy().empty_like(source)
 
     def copy(_: int) -> None:
         target.data.copy_from_device_async(source.data, nbytes)
