@@ -133,14 +133,10 @@ def table(data: dict[str, Any]) -> str:
     moves the bytes; ``/vllm*`` is over vllm_marlin's published time, which is from another run and exists
     for fp16, group 128 alone.
     """
-    layers: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
-    for record in data["records"]:
-        layer = (record["k"], record["n"], record["group_size"], record["dtype"])
-        layers.setdefault(layer, []).append(record)
     ratios = ["/floor", "/vllm*", "/cuBLAS", "/humm", "asym+"]
     headings = ["M", "floor", *(c[0] for c in COLUMNS), "vllm*", *ratios]
     blocks = []
-    for (k, n, group_size, dtype), mine in layers.items():
+    for (k, n, group_size, dtype), mine in _layers(data).items():
         comparable = group_size == 128 and dtype == "float16"
         rows = []
         for m in dict.fromkeys(r["m"] for r in mine):
@@ -162,6 +158,41 @@ def table(data: dict[str, Any]) -> str:
         )
         blocks[-1] += "".join(f"\n  ! {reason}" for reason in reasons[:6])
     return "\n\n".join(blocks)
+
+
+def launches_table(data: dict[str, Any]) -> str:
+    """A plain table a shape of the symmetric kernel for few rows, chained and single.
+
+    A chained launch begins while the one before it ends, as in a model of such products; a single one does
+    not. Both over `floor_us`, and beside the fastest rival of the same run. Empty where no single launch was
+    timed, as in older files.
+    """
+    blocks = []
+    for (k, n, group_size, dtype), mine in _layers(data).items():
+        rows = []
+        for m in dict.fromkeys(r["m"] for r in mine if r["library"] == "ours_single"):
+            floor = floor_us(m, k, n, group_size)
+            cells = [str(m), number(floor)]
+            for library in ("ours", "ours_single"):
+                us = select(mine, m, library, "symmetric")
+                cells += [number(us), fraction(ratio(us, floor))]
+            rivals = {name: select(mine, m, name, "best") for name in ("cublas", "humming")}
+            us, name = min(((us, name) for name, us in rivals.items() if us), default=(None, "-"))
+            rows.append([*cells, number(us), name])
+        if rows:
+            headings = ["M", "floor", "chain", "/floor", "single", "/floor", "rival", "which"]
+            title = f"K {k} x N {n}, group {group_size}, {dtype}: chained and single launches (us)"
+            blocks.append("\n".join([title, *align([headings, *rows])]))
+    return "\n\n".join(blocks)
+
+
+def _layers(data: dict[str, Any]) -> dict[tuple[int, int, int, str], list[dict[str, Any]]]:
+    """Records by (K, N, group size, dtype)."""
+    layers: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
+    for record in data["records"]:
+        layer = (record["k"], record["n"], record["group_size"], record["dtype"])
+        layers.setdefault(layer, []).append(record)
+    return layers
 
 
 def ratio(ours: float | None, other: float | None) -> float | None:

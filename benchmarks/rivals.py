@@ -6,37 +6,18 @@ that is not installed raises `Missing` with the reason, which becomes a row in t
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from benchmarks.method import TorchTimer, plan_copies, time_launches
 from marlin_jit._cupy import import_cupy
 from marlin_jit.ahead import warmup
-from marlin_jit.bench import TOLERANCE, VARIANTS, DenseLayer, Measurement, Problem, measure
+from marlin_jit.bench import VARIANTS, DenseLayer, Measurement, Problem, measure
 from marlin_jit.device import current_device
 from marlin_jit.errors import CompileError, DeviceError
-from marlin_jit.timing import CupyTimer
-
-_CHECKED_ROWS, _CHECKED_COLUMNS = 16, 256
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What is to be measured: a weight [K, N], numbers of rows, and the variants of the library asked."""
-
-    k: int
-    n: int
-    ms: Sequence[int]
-    group_size: int
-    dtype: str
-    variants: Sequence[str]
-
-
-class Missing(Exception):
-    """The library cannot run here; the message says why."""
+from marlin_jit.jit import OVERLAP
+from marlin_jit.rivals import Humming, Layer, Missing, TorchTimer, first_line, import_torch
+from marlin_jit.timing import CupyTimer, plan_copies, time_launches
 
 
 class Library(Protocol):
@@ -76,14 +57,17 @@ class Ours:
         problem = self._problem = Problem(
             layer.k, layer.n, layer.ms, group_size=layer.group_size, dtype=layer.dtype
         )
-        for symmetric in (True, False):
+        for symmetric in {VARIANTS[variant].symmetric for variant in layer.variants}:
             problem.weights(symmetric)
+        self._compile(layer.dtype, problem.group_size)
+        _import_cupy().cuda.Device().synchronize()
+
+    def _compile(self, dtype: str, group_size: int) -> None:
         try:
-            warmup(dtypes=[layer.dtype], group_sizes=[problem.group_size])
+            warmup(dtypes=[dtype], group_sizes=[group_size])
         except CompileError as error:
             # The measurements that need that kernel meet the same error and report it.
             print(error)
-        _import_cupy().cuda.Device().synchronize()
 
     def measure(self, variant: str, m: int, options: dict[str, Any]) -> tuple[Measurement, str | None]:
         assert self._problem is not None
@@ -101,6 +85,21 @@ class Ours:
         _free_cupy()
 
 
+class OursSingle(Ours):
+    """The same without launches that overlap: what a product takes that stands alone between others' work.
+
+    Kernels read the switch as they are loaded, so it takes a process of its own.
+    """
+
+    def __init__(self) -> None:
+        os.environ[OVERLAP] = "0"
+        super().__init__()
+        self.version[OVERLAP] = "0"
+
+    def _compile(self, dtype: str, group_size: int) -> None:
+        """Nothing: the process of `Ours` compiles the same kernels, and the disk cache is shared."""
+
+
 class CublasTorch:
     """cuBLAS's dense half-precision GEMM through PyTorch.
 
@@ -109,7 +108,7 @@ class CublasTorch:
     """
 
     def __init__(self) -> None:
-        torch = _import_torch()
+        torch = import_torch()
         self._torch, self._timer = torch, TorchTimer()
         self._linear: list[Any] = []
         self._matmul: list[Any] = []
@@ -171,144 +170,30 @@ class CublasDirect:
         _free_cupy()
 
 
-class Humming:
-    """humming-kernels: 4-bit weights with half-precision activations, its own choice of kernels.
-
-    The layer is made like one loaded from a checkpoint: random offset-binary codes and group scales, through
-    the library's own `transform`. The further copies are random words of the transformed layout, every one of
-    which is a valid weight there. Each copy has stream-K locks of its own, as each layer of a model has.
-    """
-
-    def __init__(self) -> None:
-        torch = _import_torch()
-        try:
-            import humming
-            from humming.forward import humming_forward
-            from humming.layer import HummingLayer
-            from humming.tune import get_heuristics_config
-        except (ImportError, OSError, RuntimeError) as error:
-            raise Missing(f"humming-kernels does not import: {_first_line(error)}") from None
-        self._torch, self._timer = torch, TorchTimer()
-        self._make_layer, self._choose, self._run = HummingLayer, get_heuristics_config, humming_forward
-        self._config: Any = None
-        self._tuning = ""
-        self._copies: list[dict[str, Any]] = []
-        self.version = {"humming": humming.__version__, "torch": torch.__version__}
-
-    def open(self, layer: Layer) -> None:
-        torch, k, n = self._torch, layer.k, layer.n
-        kind = getattr(torch, layer.dtype)
-        group = 0 if layer.group_size == -1 else layer.group_size
-        torch.manual_seed(0)
-        self._x = torch.randn(max(layer.ms), k, device="cuda", dtype=kind)
-        with torch.device("cuda"):
-            module = self._make_layer(
-                shape_n=n, shape_k=k, weight_config={"dtype": "int4", "group_size": group}, torch_dtype=kind
-            )
-        groups = k // group if group else 1
-        scale = (torch.rand(n, groups, device="cuda") * 0.01 + 0.005).to(kind)
-        tensors = {"weight": self._random_words((n, k // 8)), "weight_scale": scale}
-        module.load_from_tensors(tensors)
-        self._columns = slice(None, None, max(1, n // _CHECKED_COLUMNS))
-        dense = module.weight_schema.dequant_tensors(tensors)
-        rows = self._x[:_CHECKED_ROWS].double()
-        self._reference = rows @ dense[self._columns].double().t()
-        del dense
-        module.transform()
-        self._config = module.humming_config
-        # The library's own choice is a list of M ranges with a kernel each, and its first call compiles all
-        # of them. Only the ranges that are measured are kept: the same kernels, some 8 instead of 33.
-        ranges = [r for r in self._choose(self._config) if any(r[0] < m <= r[1] for m in layer.ms)]
-        self._tuning = json.dumps(ranges)
-        weight, scales = module.weight.data, module.weight_scale.data
-        self._copies = [{"weight": weight, "weight_scale": scales, "locks": module.locks}]
-        bytes_each = weight.nbytes + scales.nbytes
-        for _ in range(plan_copies(bytes_each) - 1):
-            random = self._random_words((weight.nbytes // 4,)).view(weight.dtype).view(weight.shape)
-            self._copies.append(
-                {"weight": random, "weight_scale": scales.clone(), "locks": torch.zeros_like(module.locks)}
-            )
-        self._compile(min(layer.ms))
-        torch.cuda.synchronize()
-
-    def _random_words(self, shape: tuple[int, ...]) -> Any:
-        torch = self._torch
-        words = torch.empty(shape, device="cuda", dtype=torch.int32)
-        return words.random_(-(2**31), 2**31 - 1)
-
-    def _compile(self, m: int) -> None:
-        """The first call compiles every kernel. Without a usable NVRTC, try nvcc once."""
-        out = self._torch.empty(m, self._config.shape_n, device="cuda", dtype=self._x.dtype)
-        try:
-            self._forward(0, self._x[:m], out)
-        except Exception:
-            if os.environ.get("HUMMING_COMPILER"):
-                raise
-            os.environ["HUMMING_COMPILER"] = "nvcc"
-            self._forward(0, self._x[:m], out)
-        self.version["compiler"] = os.environ.get("HUMMING_COMPILER", "nvrtc")
-
-    def _forward(self, i: int, x: Any, out: Any) -> None:
-        self._run(self._config, inputs=x, outputs=out, tuning_config=self._tuning, **self._copies[i])
-
-    def measure(self, variant: str, m: int, options: dict[str, Any]) -> tuple[Measurement, str | None]:
-        torch = self._torch
-        x = self._x[:m]
-        out = torch.full((m, self._config.shape_n), float("nan"), device="cuda", dtype=x.dtype)
-        self._forward(0, x, out)
-        want = self._reference[:m]
-        got = out[:_CHECKED_ROWS, self._columns].double()
-        error = float((got - want).norm() / want.norm())
-        limit = TOLERANCE[str(x.dtype).removeprefix("torch.")]
-        if not error <= 2 * limit:
-            return Measurement(None, error, f"wrong result: error {error:.2e} against float64"), None
-
-        def launch(i: int) -> None:
-            self._forward(i, x, out)
-
-        timing = time_launches(launch, len(self._copies), self._timer, **options)
-        return Measurement(timing, error, None), None
-
-    def close(self) -> None:
-        self._copies, self._x, self._reference = [], None, None
-        self._torch.cuda.empty_cache()
-
-
 def make(name: str) -> Library:
-    """The library called `name`: ``ours``, ``cublas`` or ``humming``. Raises `Missing`."""
-    if name == "ours":
-        return Ours()
-    if name == "humming":
-        return Humming()
+    """The library called `name`: ``ours``, ``ours_single``, ``cublas`` or ``humming``. Raises `Missing`."""
+    libraries: dict[str, Callable[[], Library]] = {
+        "ours": Ours,
+        "ours_single": OursSingle,
+        "humming": Humming,
+    }
+    if name in libraries:
+        return libraries[name]()
     if name != "cublas":
-        raise ValueError(f"library is {name!r}; it must be ours, cublas or humming")
+        raise ValueError(f"library is {name!r}; it must be {', '.join(libraries)} or cublas")
     try:
         return CublasTorch()
     except Missing:
         return CublasDirect()
 
 
-def _import_torch() -> Any:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        raise Missing(f"PyTorch does not import: {_first_line(error)}") from None
-    if not torch.cuda.is_available():
-        raise Missing("PyTorch sees no CUDA device")
-    return torch
-
-
 def _import_cupy() -> Any:
     try:
         current_device()
     except DeviceError as error:
-        raise Missing(_first_line(error)) from None
+        raise Missing(first_line(error)) from None
     return import_cupy()
 
 
 def _free_cupy() -> None:
     import_cupy().get_default_memory_pool().free_all_blocks()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,14 +20,14 @@ from typing import Any
 import click
 
 from benchmarks import report
-from benchmarks.shapes import MS, SHAPES
+from benchmarks.shapes import MS, SHAPES, SINGLE_MAX_M
 from marlin_jit import timing
 from marlin_jit.bench import DTYPES, VARIANTS, read_nvidia_smi
 from marlin_jit.device import unavailable_reason
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARIES = ("ours", "cublas", "humming")
-RIVAL_VARIANTS = {"cublas": ["linear", "matmul"], "humming": ["symmetric"]}
+LIBRARIES = ("ours", "ours_single", "cublas", "humming")
+OTHER_VARIANTS = {"ours_single": ["symmetric"], "cublas": ["linear", "matmul"], "humming": ["symmetric"]}
 QUICK_MS = (1, 16, 64, 256, 2048)
 NOT_RUN = "not run:"
 """How the reason of a number begins that was left out, as opposed to one that failed."""
@@ -141,11 +141,13 @@ class Budget:
 
 def variants_of(library: str, ours: Sequence[str]) -> list[str]:
     """The variants of a library that a run measures."""
-    return list(ours) if library == "ours" else RIVAL_VARIANTS[library]
+    return list(ours) if library == "ours" else OTHER_VARIANTS[library]
 
 
 def covers(library: str, variant: str, m: int) -> bool:
     """Whether a variant is measured at `m`."""
+    if library == "ours_single":
+        return m <= SINGLE_MAX_M
     return library != "ours" or VARIANTS[variant].covers(m)
 
 
@@ -164,7 +166,9 @@ class Run:
         budget: Budget,
         log: Path | None,
     ) -> None:
-        self.workers = {name: Worker(name, log) for name in libraries}
+        # Nothing is asked of the process without overlap where all M are large: then it is not started.
+        wanted = [name for name in libraries if name != "ours_single" or min(ms) <= SINGLE_MAX_M]
+        self.workers = {name: Worker(name, log) for name in wanted}
         self.variants, self.ms, self.group_size, self.dtype = list(variants), list(ms), group_size, dtype
         self.passes, self.options, self.budget = passes, options, budget
         self.records: list[dict[str, Any]] = []
@@ -231,8 +235,10 @@ class Run:
                     pass
 
     def _open_request(self, library: str, k: int, n: int) -> dict[str, Any]:
-        layer = {"k": k, "n": n, "ms": self.ms, "group_size": self.group_size, "dtype": self.dtype}
-        return {"op": "open", "layer": layer | {"variants": variants_of(library, self.variants)}}
+        variants = variants_of(library, self.variants)
+        ms = [m for m in self.ms if any(covers(library, variant, m) for variant in variants)]
+        layer = {"k": k, "n": n, "ms": ms or self.ms, "group_size": self.group_size, "dtype": self.dtype}
+        return {"op": "open", "layer": layer | {"variants": variants}}
 
     def _open_all(self, k: int, n: int) -> dict[str, str]:
         """Open the layer everywhere; return why not, for the libraries that can't."""
@@ -438,8 +444,12 @@ def main(
         click.echo("incomplete: the time allowed was spent")
     click.echo()
     click.echo(report.table(data))
+    few_rows = report.launches_table(data)
+    if few_rows:
+        click.echo(f"\n{few_rows}")
     if any(
-        r["library"] == "ours" and r["reason"] and not r["reason"].startswith(NOT_RUN) for r in run.records
+        r["library"].startswith("ours") and r["reason"] and not r["reason"].startswith(NOT_RUN)
+        for r in run.records
     ):
         sys.exit(1)
 

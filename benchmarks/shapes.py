@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from marlin_jit.roofline import min_bytes
+
 SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (14336, 4096), (8192, 10240), (4096, 28672))
 """(K, N) of the layers: attention output, down projection, fused QKV of a large model, fused gate and up."""
 
 MS: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of rows of x."""
+
+SINGLE_MAX_M = 64
+"""Most rows for which launches that do not overlap are timed too: with more, their starts matter little."""
 
 PROVENANCE = (
     "measured on an H200 in another run (132 SMs, driver 580, CUDA 13.0; fp16, symmetric int4, group 128): "
@@ -111,13 +116,6 @@ def _parse(table: str) -> dict[tuple[int, int, int], Published]:
 
 PUBLISHED: dict[tuple[int, int, int], Published] = _parse(_TABLE)
 """(K, N, M) -> times of others, in microseconds."""
-
-
-def min_bytes(m: int, k: int, n: int, group_size: int = 128, symmetric: bool = True) -> int:
-    """Bytes a 4-bit GEMM must move: codes, scales (and zero terms), x once, the result once."""
-    groups = 1 if group_size == -1 else k // group_size
-    per_group = 2 if symmetric else 4
-    return k * n // 2 + groups * n * per_group + 2 * m * k + 2 * m * n
 
 
 def flops_us(m: int, k: int, n: int) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marlin_jit.cli import options, plot
+from marlin_jit.cli.picture import check
 from marlin_jit.cli.show import counted, print_json, print_line, print_table, size
 from marlin_jit.formats import Checkpoint, Parameters, SourceLayer, open_checkpoint
 from marlin_jit.formats.convert import chosen_layers
@@ -46,7 +47,7 @@ def inspect(
     the [group, column] of the first one, and is no error: the exit code is 0.
     """
     if picture is not None:
-        plot.check(picture, force=force)
+        check(picture, force=force)
     elif force:
         raise click.UsageError("--force replaces a picture: also give --plot FILE")
     checkpoint = open_checkpoint(src)

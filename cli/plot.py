@@ -7,33 +7,22 @@ middle half, a dot at the median. On the right the share of each zero point as a
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from marlin_jit.cli import picture
 from marlin_jit.cli.main import one_line
-from marlin_jit.errors import MarlinJitError
 from marlin_jit.formats.health import Distribution
-from marlin_jit.formats.publish import check_destination, published
 
-__all__ = ["check", "draw"]
+__all__ = ["draw"]
 
-_FORMATS = {".png": "png", ".svg": "svg"}
 _ROW = 0.16  # inches, which a label of 7 points needs
 _MOST_INCHES = 60.0  # of rows: 9000 pixels; with more layers than fit, only some are labelled
 _LABEL = 60  # characters
 _ZERO_POINTS = ("<0", *map(str, range(17)), ">16")
-
-
-def check(path: Path, *, force: bool) -> None:
-    """Raise, before any work is done, if no picture can be drawn to `path`."""
-    if path.suffix.lower() not in _FORMATS:
-        raise MarlinJitError(f"{path}: --plot draws {' or '.join(_FORMATS)}, told by the end of the name")
-    check_destination(path, folder=False, force=force)
-    _figure_class()
 
 
 def draw(path: Path, title: str, layers: Sequence[Distribution], *, force: bool) -> None:
@@ -48,7 +37,7 @@ def draw(path: Path, title: str, layers: Sequence[Distribution], *, force: bool)
     """
     rows = max(len(layers), 1)
     height = min(_ROW * rows, _MOST_INCHES)
-    figure = _figure_class()(figsize=(12, height + 2), dpi=150, layout="constrained")
+    figure = picture.figure_class()(figsize=(12, height + 2), dpi=150, layout="constrained")
     figure.suptitle(one_line(title), fontsize=10, parse_math=False)
     scales, points = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1))
     _draw_scales(scales, layers)
@@ -63,20 +52,7 @@ def draw(path: Path, title: str, layers: Sequence[Distribution], *, force: bool)
     scales.set_ylim(rows - 0.5, -0.5)
     for axes in (scales, points):
         axes.tick_params(axis="x", which="both", labeltop=rows > 40, labelsize=8)
-    name = path.suffix.lower()
-    metadata = {"Date": None} if name == ".svg" else None  # the same data give the same file
-    with published(path, folder=False, force=force) as temporary, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        figure.savefig(temporary, format=_FORMATS[name], metadata=metadata)
-
-
-def _figure_class() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError:
-        raise MarlinJitError(
-            '--plot needs matplotlib: in the folder of marlin-jit run pip install ".[plot]"'
-        ) from None
+    picture.save(figure, path, force=force)
 
 
 def _draw_scales(axes: Any, layers: Sequence[Distribution]) -> None:

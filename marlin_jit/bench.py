@@ -218,6 +218,11 @@ def _activations(rng: np.random.Generator, m: int, k: int, kind: np.dtype[Any], 
     return x
 
 
+def random_dense(m: int, k: int, dtype: str, *, seed: int) -> Any:
+    """A CuPy array [m, k] of standard normal values."""
+    return _activations(np.random.default_rng(seed), m, k, DTYPES[dtype], import_cupy())
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What one variant did at one M.
@@ -307,7 +312,7 @@ class DenseLayer:
         self.version = _cublas.version()
         self._problem = problem
         kind = DTYPES[problem.dtype]
-        dense = _activations(np.random.default_rng(1), problem.n, problem.k, kind, cupy).view(np.uint16)
+        dense = random_dense(problem.n, problem.k, problem.dtype, seed=1).view(np.uint16)
         self._weights = [cupy.roll(dense, i, axis=1).view(kind) for i in range(plan_copies(dense.nbytes))]
 
     def measure(self, m: int, timer: Timer, **options: Any) -> Measurement:

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,19 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlin_jit import _cublas, timing
+from marlin_jit import _cublas, jit, timing
 from marlin_jit.bench import TOLERANCE, VARIANTS, Measurement, Problem, as_record, measure
 from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import ShapeError
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize, unpack
+from marlin_jit.roofline import min_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import alternate, report, run, worker  # noqa: E402
+from benchmarks import alternate, report, rivals, run, worker  # noqa: E402
 from benchmarks.rivals import Layer  # noqa: E402
-from benchmarks.shapes import MS, PUBLISHED, SHAPES, floor_us, min_bytes, roof_us  # noqa: E402
+from benchmarks.shapes import MS, PUBLISHED, SHAPES, floor_us, roof_us  # noqa: E402
 
 no_gpu = pytest.mark.skipif(unavailable_reason() is None, reason="there is a GPU")
 
@@ -526,6 +528,80 @@ def test_a_run_in_which_all_fails_says_why_and_writes_a_file(tmp_path: Path) -> 
     assert ours == [("symmetric", 1), ("native", 1), ("symmetric", 512)]  # native only up to its limit
     assert all(r["us"] is None and r["reason"] for r in data["records"])
     assert "K 256 x N 128" in done.stdout
+
+
+def test_single_launches_are_shown_beside_chained_ones() -> None:
+    data = _document()
+    assert report.launches_table(data) == ""  # as in files from before there were any
+    data["records"] += [
+        _record("ours_single", "symmetric", 16, 6.1),
+        _record("ours_single", "symmetric", 32, None),
+        _record("ours", "symmetric", 32, 5.5),
+    ]
+    report.validate(data)
+    title, *lines = report.launches_table(data).splitlines()
+    assert title == "K 4096 x N 4096, group 128, float16: chained and single launches (us)"
+    assert lines[0].split() == ["M", "floor", "chain", "/floor", "single", "/floor", "rival", "which"]
+    assert lines[1].split() == ["16", "4.1", "5.0", "1.21", "6.1", "1.47", "12.5", "cublas"]
+    floor = floor_us(32, 4096, 4096)
+    assert lines[2].split() == ["32", f"{floor:.1f}", "5.5", f"{5.5 / floor:.2f}", "-", "-", "-", "-"]
+    assert len(lines) == 3  # more rows have no single launch
+
+
+def test_older_result_files_are_still_read() -> None:
+    files = sorted((ROOT / "benchmarks/results").glob("*-g128.json"))
+    assert files
+    for file in files:
+        data = report.read(file)
+        single = any(r["library"] == "ours_single" for r in data["records"])
+        assert bool(report.launches_table(data)) == single
+        assert report.table(data).startswith("K 4096 x N 4096, group 128")
+
+
+def test_single_launches_are_of_few_rows() -> None:
+    budget = run.Budget(100.0)
+
+    def started(ms: list[int]) -> run.Run:
+        return run.Run(run.LIBRARIES, ["symmetric"], ms, 128, "float16", 1, {}, budget, None)
+
+    assert list(started([512]).workers) == ["ours", "cublas", "humming"]
+    both = started([1, 64, 65])
+    assert list(both.workers) == list(run.LIBRARIES)
+    asked = {name: both._open_request(name, 256, 128)["layer"] for name in both.workers}
+    assert (asked["ours_single"]["ms"], asked["ours_single"]["variants"]) == ([1, 64], ["symmetric"])
+    assert asked["ours"]["ms"] == asked["cublas"]["ms"] == [1, 64, 65]
+
+
+def test_single_launches_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(jit.OVERLAP, "1")
+    seen = []
+
+    def init(self: Any) -> None:
+        seen.append(os.environ[jit.OVERLAP])
+        self.version = {}
+
+    monkeypatch.setattr(rivals.Ours, "__init__", init)
+    assert rivals.make("ours").version == {}
+    assert rivals.make("ours_single").version == {"MARLIN_JIT_OVERLAP": "0"}
+    assert seen == ["1", "0"]
+    with pytest.raises(ValueError, match="must be ours, ours_single, humming or cublas"):
+        rivals.make("other")
+
+
+def test_a_worker_compiles_for_all_and_the_other_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    synchronize = SimpleNamespace(synchronize=lambda: done.append("synchronize"))
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: synchronize))
+    monkeypatch.setattr(rivals, "_import_cupy", lambda: cupy)
+    monkeypatch.setattr(rivals, "warmup", lambda **what: done.append(what))
+    monkeypatch.setattr(
+        rivals, "Problem", lambda *_, **__: SimpleNamespace(weights=done.append, group_size=128)
+    )
+    layer = Layer(256, 128, [1], 128, "float16", ["symmetric"])
+    for kind in (rivals.Ours, rivals.OursSingle):
+        kind.open(kind.__new__(kind), layer)
+    ours = [True, {"dtypes": ["float16"], "group_sizes": [128]}, "synchronize"]
+    assert done == [*ours, True, "synchronize"]
 
 
 def test_shapes_are_parsed() -> None:
