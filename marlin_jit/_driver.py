@@ -133,10 +133,11 @@ def launch(
     if arguments is None:
         arguments = mine.arguments[layout] = _Arguments(layout)
     arguments.packing.pack_into(arguments.buffer, 0, *values)
-    attributes, count = mine.attributes_address, overlap
+    attributes, count = mine.attributes_address, int(overlap)
     if cluster > 1:
         _ATTRIBUTE.pack_into(mine.attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
-        attributes, count = attributes + (not overlap) * _ATTRIBUTE.size, overlap + 1
+        attributes += 0 if overlap else _ATTRIBUTE.size
+        count += 1
     _CONFIG.pack_into(mine.config, 0, *grid, *block, 1, smem, stream, attributes, count)
     status = mine.library.cuLaunchKernelEx(mine.config_address, function, arguments.address, None)
     if status:

@@ -81,7 +81,7 @@ class Prepared:
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    threads: int | tuple[int, int]
+    block: tuple[int, int]
     smem: int
     weights: tuple[Any, ...]  # addresses, tensor maps
     sizes: tuple[int, ...]
@@ -91,7 +91,7 @@ class Prepared:
     def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements."""
         args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.threads, args, self.smem, self.cluster)
+        self.kernel(self.grid, self.block, args, self.smem, self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class PreparedWgmma(Prepared):
         at = self.rows, self.columns, 2 * x_stride, self.box
         activations = tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128)
         args = (activations, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.threads, args, self.smem, self.cluster)
+        self.kernel(self.grid, self.block, args, self.smem, self.cluster)
 
 
 def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:
@@ -132,7 +132,7 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
     zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
     keeps = (weight.B, weight.scales, zeros, partials, counters)
-    launch = kernel, (*plan.grid, 1), plan.threads, plan.smem
+    launch = kernel, (*plan.grid, 1), plan.block, plan.smem
     scratch_addresses = _address(partials), _address(counters)
     padded_k, padded_n = weight.padded_shape
     if plan.build.name == "marlin_wgmma":
@@ -148,9 +148,7 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
             box=(_defines(plan.build)["M_TILE"], 64),
         )
     if plan.build.name == "marlin_decode":
-        k_warps = plan.threads // (32 * plan.chunks)
-        launch = kernel, (*plan.grid, 1), (32 * plan.chunks, k_warps), plan.smem
-        share, extra = divmod(-(-padded_k // DECODE_BLOCK_K), plan.grid[1] * k_warps)
+        share, extra = divmod(-(-padded_k // DECODE_BLOCK_K), plan.grid[1] * plan.block[1])
         schedule: tuple[int, ...] = (plan.cluster > 1, share, extra)
     else:
         schedule = plan.split_tiles, plan.each

@@ -97,6 +97,11 @@ class Plan:
     chunks: int = 0  # marlin_decode: columns of 64 a block
     cluster: int = 1  # blocks along the grid's second dimension that add their sums in shared memory
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Threads of a block; those of marlin_decode stand in columns, and by warps that share their k."""
+        return (32 * self.chunks, self.threads // (32 * self.chunks)) if self.chunks else (self.threads, 1)
+
 
 def _type_macros(problem: Problem, zeros: Zeros) -> tuple[tuple[str, int], ...]:
     return (
@@ -681,7 +686,11 @@ def _decode_microseconds(
     work = math.pow(pace**3 + _stream_microseconds(problem, _DECODE_STREAM) ** 3, 1 / 3)
     exchange = 0.0
     if split > 1:
-        exchange = 0.2 + 0.06 * row_blocks * shape.chunks if cluster > 1 else 0.86 + 0.055 * split * row_blocks * shape.chunks
+        exchange = (
+            0.2 + 0.06 * row_blocks * shape.chunks
+            if cluster > 1
+            else 0.86 + 0.055 * split * row_blocks * shape.chunks
+        )
     return _DECODE_START + work + exchange + 1.7 * (waves - 1)
 
 
@@ -714,7 +723,7 @@ def choose_invariant(problem: Problem, limits: Limits) -> Plan:
     """
     most = replace(problem, m=decode_max_rows(problem.group_size))
     best = min(_decode_plans(most, limits), key=lambda plan: plan.microseconds)
-    shape = DecodeShape(best.chunks, best.threads // (32 * best.chunks))
+    shape = DecodeShape(best.chunks, best.block[1])
     plan = decode_plan(shape, best.grid[1], problem, limits)
     assert plan is not None, "fewer rows need less shared memory"
     return plan

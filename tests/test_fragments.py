@@ -497,7 +497,9 @@ def test_copies_of_the_decode_kernel(build: dict[str, int]) -> None:
         for lane in range(32):
             seen[int(to[lane])] = (2 * i + int(names["row"][lane]), int(names["column"][lane]))
     assert seen == {
-        row * c.A_PITCH + 2 * column: (row, column) for row in range(c.ROWS) for column in range(0, c.BLOCK_K, 8)
+        row * c.A_PITCH + 2 * column: (row, column)
+        for row in range(c.ROWS)
+        for column in range(0, c.BLOCK_K, 8)
     }
 
 

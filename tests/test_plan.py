@@ -200,7 +200,7 @@ def test_sizes_are_those_the_decode_kernel_uses() -> None:
             continue
         for shape in plan.decode_shapes(problem, 2):
             c = kernel_source.constants("decode.cu", plan.decode_build(problem).defines)
-            assert (c.BLOCK_K, c.ROWS) == (plan.DECODE_BLOCK_K, m)
+            assert (plan.DECODE_BLOCK_K, m) == (c.BLOCK_K, c.ROWS)
             assert shape.smem(m, group_size, zeros) == shape.warps * c.WARP_BYTES
             assert c.WARP_BYTES >= c.ROWS * c.SUM_PITCH * 4
             assert c.BUFFER % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
