@@ -342,8 +342,8 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
 
 # ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than a few rows --------------------------------
 
-WGMMA_MIN_M = 17
-"""Below, wgmma would multiply more rows of zeros than of activations: it has no fewer than 32."""
+WGMMA_MIN_M = 9
+"""Below, wgmma would multiply more rows of zeros than of activations: its tiles have no fewer than 16."""
 _WGMMA_MAX_STAGES = 8
 _WGMMA_MIN_STAGES = 2
 _WGMMA_BARRIERS = 256  # bytes behind the ring
@@ -408,14 +408,23 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
     """The tile shapes for a problem on a device; none but for compute capability 9.0."""
     if limits.major != 9 or _half_tail(problem):
         return ()
+    # Two blocks an SM leave no registers for a column's scales and zeros all the time.
+    held = problem.group_size == -1 and problem.zeros != Zeros.NONE
+    tight = () if held else (WgmmaTile(16, 4, 1, 2, 128, 2), WgmmaTile(48, 2, 1, 2, 128, 2))
     return (
+        WgmmaTile(16, 2, 1, 2, 128, 2),
         WgmmaTile(32, 2, 1, 2, 128, 2),
         WgmmaTile(32, 4, 1, 2, 128, 1),
+        WgmmaTile(48, 2, 2, 1, 128, 1),
+        WgmmaTile(48, 4, 1, 2, 128, 1),
         WgmmaTile(64, 2, 1, 2, 128, 1),
         WgmmaTile(64, 2, 2, 1, 128, 1),
         WgmmaTile(64, 4, 1, 2, 128, 1),
+        WgmmaTile(96, 1, 2, 1, 128, 1),
+        WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
+        *tight,
     )
 
 
@@ -465,9 +474,11 @@ def wgmma_plan(
 def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m < WGMMA_MIN_M:
         return
-    for tile in wgmma_tile_shapes(problem, limits):
-        if 32 < tile.m_tile >= 2 * problem.m:
-            continue  # half the rows or more would be padding, and a smaller tile exists
+    shapes = wgmma_tile_shapes(problem, limits)
+    enough = min((tile.m_tile for tile in shapes if tile.m_tile >= problem.m), default=0)
+    for tile in shapes:
+        if tile.m_tile > enough > 0:
+            continue  # more rows than there are, and a smaller tile exists
         if tile.m_tile < 128 and problem.m > 512:
             continue  # unpacks every weight more often than a larger tile
         fitting = wgmma_stages(tile, problem, limits)

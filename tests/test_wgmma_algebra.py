@@ -45,6 +45,7 @@ def warps(c: Any) -> Iterator[dict[str, Any]]:
         "wn",
         "wk",
         "column",
+        "own_column",
         "chunk",
         "word",
         "first",
@@ -176,12 +177,12 @@ def store_transposed(memory: np.ndarray, at: np.ndarray, matrices: list[np.ndarr
 
 
 def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
-    """What a warp's warpgroup holds after the sum over wk: `own`, [J, OWN_BLOCKS, 4, 32]."""
-    own = np.empty((c.J, c.OWN_BLOCKS, 4, 32), C.dtype)
-    for j in range(c.J):
-        for mb in range(c.OWN_BLOCKS):
-            n = names["column"] + 16 * j + G
-            m = 8 * (names["wk"] * c.OWN_BLOCKS + mb) + 2 * T
+    """What a warp's warpgroup holds after the sum over wk: `own`, [OWN, M_BLOCKS, 4, 32]."""
+    own = np.empty((c.OWN, c.M_BLOCKS, 4, 32), C.dtype)
+    for j in range(c.OWN):
+        for mb in range(c.M_BLOCKS):
+            n = names["column"] + 16 * (names["wk"] * c.OWN + j) + G
+            m = 8 * mb + 2 * T
             own[j, mb] = C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]
     return own
 
@@ -191,20 +192,22 @@ def test_warpgroups_exchange_the_halves_they_do_not_keep(tile: plan.WgmmaTile) -
     c = constants(tile)
     if c.WG_K == 1:
         return
-    partner = find(r"const int partner = ([^;]*);")[1].replace("threadIdx.x", "thread")
-    place = find(r"shared\[(\(j [^\]]*) \+ threadIdx\.x\] = \{give\[0\], give\[1\], give\[2\], give\[3\]\};")[
-        1
-    ]
-    assert find(r"const Float4 v = shared\[(.*?) \+ partner\];")[1] == place
-    assert find(r"give\[i\] = w\.wk == 0 \? (\w+)\[i\] : (\w+)\[i\];").groups() == ("high", "low")
+    other = find(r"WG_K == 1 \? thread : (thread [^)]*\))\)")[1]
+    give = find(r"give\[(\(j [^\]]*)\] = \{other\[0\], other\[1\], other\[2\], other\[3\]\};")[1]
+    assert find(r"const Float4 v = take\[(.*?)\];")[1] == give
+    kept = r"low\)\[4\] = acc\[(\w+)\]\[mb\], \(&high\)\[4\] = acc\[(OWN \+ j)\]\[mb\];"
+    assert find(kept)[1] == "j"
+    assert find(r"other\[i\] = w\.wk == 0 \? (\w+)\[i\] : (\w+)\[i\];").groups() == ("high", "low")
+    assert find(r"own\[j\]\[mb\]\[i\] = w\.wk == 0 \? (\w+)\[i\] : (\w+)\[i\];").groups() == ("low", "high")
     thread = np.arange(c.CONSUMERS)
-    other = kernel_source.value(partner, vars(c) | {"thread": thread})
-    assert np.array_equal(other % (128 * c.WG_N), thread % (128 * c.WG_N))  # same columns
-    assert (other // (128 * c.WG_N) != thread // (128 * c.WG_N)).all()  # the other share of k
-    names = [vars(c) | {"j": j, "mb": mb} for j in range(c.J) for mb in range(c.OWN_BLOCKS)]
-    places = [int(kernel_source.value(place, n)) for n in names]
-    assert sorted(places) == [i * c.CONSUMERS for i in range(c.J * c.OWN_BLOCKS)]
-    assert len(places) * c.CONSUMERS * 16 <= tile.sums_bytes
+    partner = kernel_source.value(other, vars(c) | {"thread": thread})
+    assert sorted(partner) == list(thread)  # a place is read, and used further, by one thread only
+    assert np.array_equal(partner % (128 * c.WG_N), thread % (128 * c.WG_N))  # same columns
+    assert (partner // (128 * c.WG_N) != thread // (128 * c.WG_N)).all()  # the other share of k
+    names = [vars(c) | {"j": j, "mb": mb} for j in range(c.OWN) for mb in range(c.M_BLOCKS)]
+    places = [int(kernel_source.value(give, n)) for n in names]
+    assert sorted(places) == [i * c.CONSUMERS for i in range(c.OWN * c.M_BLOCKS)]
+    assert len(places) * c.CONSUMERS * 16 == c.SUMS_BYTES <= tile.sums_bytes
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -213,10 +216,10 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     c = constants(tile)
     C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
     memory = np.full(c.M_TILE * c.PITCH, -1)
-    pattern = r"const int row = (w\.wk [^,]*w\.lane % 8), column = (w\.column [^;]*);"
+    pattern = r"const int lane = thread_anew\(\) % 32, row = ([^,]*lane % 8), column = (w\.own_column [^;]*);"
     if gated:
-        pattern = r"const int row = (w\.wk [^,]*w\.lane % 16), feature = (w\.column [^;]*);"
-    row, column = (text.replace("w.", "") for text in find(pattern).groups())
+        pattern = r"const int row = (thread_anew\(\) % 16), feature = (w\.own_column [^;]*);"
+    row, column = (text.replace("w.", "").replace("thread_anew()", "lane") for text in find(pattern).groups())
     to = find(rf"to = shared \+ (\(row \* PITCH \+ {'feature' if gated else 'column'}\) \* 2);")[1]
     step = find(rf"store_transposed\(to \+ (mb [^,]*j \* {16 if gated else 32}), matrices\);")[1]
     for names in warps(c):
@@ -224,8 +227,8 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
         names["row"] = kernel_source.value(row, names)
         names["feature" if gated else "column"] = kernel_source.value(column, names)
         start = kernel_source.value(to, names)
-        for j in range(c.J):
-            for mb in range(0, c.OWN_BLOCKS, 2):
+        for j in range(c.OWN):
+            for mb in range(0, c.M_BLOCKS, 2):
                 at = start + kernel_source.value(step, {**names, "j": j, "mb": mb})
                 if gated:  # silu(v[0]) * v[2], silu(v[1]) * v[3]: gate and up are 8 columns apart
                     assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
@@ -233,6 +236,8 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
                 else:
                     matrices = [own[j, mb + i // 2, i % 2 * 2 : i % 2 * 2 + 2].T for i in range(4)]
                 store_transposed(memory, at, matrices)
+    assert c.OUTPUT_AT % 16 == 0 and c.OUTPUT_AT + 2 * len(memory) <= c.FULL_AT or c.STAGES < 4
+    assert c.OUTPUT_AT in (0, c.SUMS_BYTES)
     found = memory.reshape(c.M_TILE, c.PITCH)
     if gated:
         f = np.arange(c.TILE_N // 2)
@@ -245,16 +250,17 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_stores_cover_a_tile_once(tile: plan.WgmmaTile, halved: int) -> None:
     c = constants(tile)
-    vectors = kernel_source.value(find(r"vectors = (TILE_N [^;]*);")[1], vars(c) | {"halved": halved})
-    assert vectors & (vectors - 1) == 0
-    names = {"CONSUMERS": c.CONSUMERS, "vectors": vectors, "thread": np.arange(c.CONSUMERS)}
-    rows = kernel_source.value(find(r"const int rows = (CONSUMERS / vectors);")[1], names)
-    column = kernel_source.value(find(r"const int column = (threadIdx[^,]*),")[1].replace("Idx.x", ""), names)
-    within = find(r"const int row = first \+ (threadIdx\.x / vectors)")[1].replace("Idx.x", "")
-    assert c.M_TILE % rows == 0
+    log = kernel_source.value(find(r"log = (LOG_VECTORS [^;]*);")[1], vars(c) | {"halved": halved})
+    names = vars(c) | {"log": log, "thread": np.arange(c.CONSUMERS)}
+    rows = kernel_source.value(find(r"const int rows = (CONSUMERS [^;]*);")[1], names)
+    row, column = find(r"const int row = (thread >> log), column = (\(thread [^,]*),").groups()
+    names["row"] = kernel_source.value(row, names)
+    column = kernel_source.value(column, names)
+    inside = find(r"row >= (M_TILE - first)\) continue;")[1]
     written = np.zeros((c.M_TILE, c.TILE_N >> halved), np.int64)
     for first in range(0, c.M_TILE, rows):
-        written[first + kernel_source.value(within, names), column] += 1
+        stored = names["row"] < kernel_source.value(inside, names | {"first": first})
+        written[first + names["row"][stored], column[stored]] += 1
     assert (written[:, ::8] == 1).all() and written.sum() == written[:, ::8].size
 
 

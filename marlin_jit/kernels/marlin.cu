@@ -395,8 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Piece piece = pieces.next(deal);
         prefetch_weights(p, tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n), piece.first, piece.last);
     }
-    wait_for_previous_grid();
     let_next_grid_start();
+    wait_for_previous_grid();
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
         const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n);
@@ -408,8 +408,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __shared__ uint32_t arrived;
             constexpr int FLIGHT = M_TILE < 64 ? 8 : 16;  // vectors of other blocks that a thread loads at once
             float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-            const bool look = !pieces.dealt(deal) && deal.ends_late();
-            if (!sum_over_blocks<Block, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look)) continue;
+            const Sharing sharing = deal.sharing(piece.tile);
+            uint32_t* counter = counters + piece.tile;
+            bool last = false;
+            if (!pieces.dealt() && deal.ends_late()) {
+                if (threadIdx.x == 0) arrived = load_acquire(counter);
+                __syncthreads();
+                last = arrived == sharing.count - 1;
+            }
+            Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
+            if (!sum_over_blocks<Block, FLIGHT>(sums, saved, arrived, partials, counter, deal, sharing, piece.tile, last))
+                continue;
+            __syncthreads();  // `saved` lies where the tile goes next
         }
         store_tile(own, smem, p, tile, w);
     }

@@ -20,6 +20,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read anew: what is computed from it is computed where it is used, and takes no registers before that.
+__device__ __forceinline__ int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // 16 bytes global -> shared, asynchronously. Only the first `bytes` are read; the rest is written as zeros,
 // so an address that is out of range is legal with bytes = 0.
 __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, int bytes) {
