@@ -340,7 +340,7 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
                 yield grid, tiles, each
 
 
-# ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than a few rows --------------------------------
+# ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than eight rows --------------------------------
 
 WGMMA_MIN_M = 9
 """Below, wgmma would multiply more rows of zeros than of activations: its tiles have no fewer than 16."""
@@ -618,16 +618,12 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
-        # Clocks: unpacking and products overlap, but not completely; products alone take 4 a row.
-        clocks = max(4 * tile.m_tile, (270 if tile.n_tile == 128 else 212) + 2.2 * tile.m_tile)
-        return (clocks + (12 if problem.zeros else 0)) / _WGMMA_CLOCK * chunks
+        # Unpacking and products overlap, but not completely. An instruction takes its time for few rows too.
+        return (0.11 + 0.002 * max(24, tile.m_tile) + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
     return chunk * chunks
-
-
-_WGMMA_CLOCK = 1700  # a microsecond, under that load
 
 
 def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
@@ -648,17 +644,27 @@ def _gemm_microseconds(
 ) -> float:
     _, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (0.962 if resident > 1 else 1.0)
+    hopper = isinstance(tile, WgmmaTile)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.92 if hopper else 0.962)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
-    if not split_tiles:
-        return _START + work
     # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
     kilobytes = tile.partial_bytes / 1024
-    sharers = grid // split_tiles if each else grid / split_tiles + 1
+    sharers = 1.0
+    if split_tiles:
+        sharers = grid // split_tiles if each else grid / split_tiles + 1
+    lead = (units - sharers * each) * unit * resident if each else 0.0
+    if hopper:
+        # More blocks wait longer for the first bytes.
+        took = 0.7 + 2.0 * min(1.0, grid / limits.sm_count) + work
+        if split_tiles:
+            took += 0.8 + kilobytes * (0.0147 * sharers + (0.028 if resident > 1 else 0.0))
+            took += 0.25 * max(0.0, 3.0 - lead) if each else 2.35
+        return took
+    if not split_tiles:
+        return _START + work
     exchange = 1.0 + kilobytes * (0.0145 * resident + 0.028 * sharers)
     if each:
-        lead = (units - sharers * each) * unit * resident
         return _START + work + exchange + 0.2 * max(0.0, 3.0 - lead)
     # Dealt out evenly, most blocks take part in two exchanges, and blocks walk k out of step: what caches
     # cannot hold of the activations is read again.

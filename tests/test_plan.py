@@ -80,12 +80,10 @@ class Deal:
     def sharing(self, tile: int, me: int) -> tuple[int, int, int, int]:
         """Count, first, stride, mine."""
         if self.names["each"] > 0:
-            part = self.value(r"part = (quotient\([^;]*);", block=me)
-            text = r"if \(each > 0\) return \{(quotient[^}]*)\};"
-            values = self.value(text, tile=tile, part=part)
+            values = self.value(r"if \(each > 0\) return \{(quotient[^}]*)\};", tile=tile, me=me)
         else:
             first = self.value(r"const int first = (owner[^,]*),", tile=tile)
-            last = self.value(r"last = (owner\([^,]*),", tile=tile)
+            last = self.value(r"last = (owner\([^;]*);", tile=tile)
             values = self.value(r"return \{(last - first \+ 1, [^}]*)\};", first=first, last=last, me=me)
         assert isinstance(values, tuple)
         return values

@@ -361,7 +361,7 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     __syncthreads();
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
     const int halved = p.gated ? 1 : 0, vectors = TILE_N / 8 >> halved;  // of a row
-    for (int piece = threadIdx.x; piece < M_TILE * vectors; piece += THREADS) {
+    for (int piece = thread_anew(); piece < M_TILE * vectors; piece += THREADS) {
         const int row = piece / vectors, column = piece % vectors * 8;
         const int m = tile.m0 + row, n = (tile.n0 >> halved) + column;
         if (m >= p.m || n >= p.n) continue;
@@ -411,12 +411,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Sharing sharing = deal.sharing(piece.tile);
             uint32_t* counter = counters + piece.tile;
             bool last = false;
-            if (!pieces.dealt() && deal.ends_late()) {
+            if (!pieces.dealt() && piece.ends_late(deal)) {
                 if (threadIdx.x == 0) arrived = load_acquire(counter);
                 __syncthreads();
                 last = arrived == sharing.count - 1;
             }
-            Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
+            Float4* saved = reinterpret_cast<Float4*>(smem) + thread_anew();
             if (!sum_over_blocks<Block, FLIGHT>(sums, saved, arrived, partials, counter, deal, sharing, piece.tile, last))
                 continue;
             __syncthreads();  // `saved` lies where the tile goes next

@@ -37,13 +37,12 @@ struct Sharing {
 struct Deal {
     int tiles, units, each, blocks, all_tiles;  // all_tiles: the whole ones too
     int share = 0, extra = 0;                   // where all are dealt out evenly
-    int part = 0;                               // this block's place among the tile's, where all have the same number
     int tile = 0, first = 0, run = 0;           // this block's run: the tile and the unit in it that it begins with, length
     __device__ __forceinline__ Deal(int tiles, int units, int each, int all_tiles)
         : tiles(tiles), units(units), each(each), blocks(gridDim.x), all_tiles(all_tiles) {
         const int block = blockIdx.x;
         if (each > 0) {
-            part = quotient(block, tiles);
+            const int part = quotient(block, tiles);
             tile = block - part * tiles, first = part * each;
             run = block + tiles < blocks ? each : units - first;
         } else if (tiles > 0) {
@@ -60,17 +59,18 @@ struct Deal {
         return unit < large ? quotient(unit, share + 1) : extra + quotient(unit - large, share);
     }
     __device__ __forceinline__ Sharing sharing(int tile) const {
-        if (each > 0) return {quotient(blocks, tiles), tile, tiles, part};
-        const int first = owner(tile * units), last = owner((tile + 1) * units - 1), me = blockIdx.x;
+        const int me = blockIdx.x;
+        if (each > 0) return {quotient(blocks, tiles), tile, tiles, quotient(me, tiles)};
+        const int first = owner(tile * units), last = owner((tile + 1) * units - 1);
         return {last - first + 1, first, 1, me - first};
     }
-    // Whether the tile's other blocks may well be done when this one ends its run.
-    __device__ __forceinline__ bool ends_late() const { return run > each; }
 };
 
 // What a block does: its run of the split tiles' units, tile by tile, then whole tiles at a stride of the grid.
 struct Piece {
     int tile, first, last;  // units [first, last)
+    // Where it is the last of a run: whether the tile's other blocks may well be done when this one is.
+    __device__ __forceinline__ bool ends_late(const Deal& deal) const { return last - first > deal.each; }
 };
 struct Pieces {
     int tile, first, run, index;  // what is left
@@ -132,34 +132,31 @@ __device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], Float4*
     }
     constexpr int BATCH = COUNT < FLIGHT ? COUNT : FLIGHT, FITTING = FLIGHT / BATCH, SLOTS = FITTING < 4 ? FITTING : 4;
     static_assert(COUNT % BATCH == 0, "whole batches only");
-    int next = 0;
 #pragma unroll 1
-    while (next < sharing.count) {
-        if (next == sharing.mine) {
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) add_to(sums[i], saved[i * THREADS]);
-            next++;
-            continue;
-        }
-        const int end = min(next + SLOTS, next < sharing.mine ? sharing.mine : sharing.count);
+    for (int next = 0; next < sharing.count; next += SLOTS) {
 #pragma unroll
         for (int begin = 0; begin < COUNT; begin += BATCH) {
             Float4 v[SLOTS][BATCH];
 #pragma unroll
-            for (int s = 0; s < SLOTS; s++)
-                if (next + s < end) {
+            for (int s = 0; s < SLOTS; s++) {
+                if (next + s >= sharing.count) continue;
+                if (next + s == sharing.mine) {
+#pragma unroll
+                    for (int i = 0; i < BATCH; i++) v[s][i] = saved[(begin + i) * THREADS];
+                } else {
                     const int block = sharing.first + (next + s) * sharing.stride;
                     const Float4* slot = slot_of<Threads, COUNT>(partials, deal, block, tile) + begin * THREADS;
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
                 }
+            }
 #pragma unroll
-            for (int s = 0; s < SLOTS; s++)
-                if (next + s < end)
+            for (int s = 0; s < SLOTS; s++) {
+                if (next + s >= sharing.count) continue;
 #pragma unroll
-                    for (int i = 0; i < BATCH; i++) add_to(sums[begin + i], v[s][i]);
+                for (int i = 0; i < BATCH; i++) add_to(sums[begin + i], v[s][i]);
+            }
         }
-        next = end;
     }
     return true;
 }

@@ -12,9 +12,9 @@
 // One lane of the third warpgroup produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
 //
 // How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
-// the tensor cores multiply one k16 step, the next one's weights are unpacked. Within a piece of work the producer runs
-// ahead; between pieces sums and outputs pass through the ring's memory, and the producer waits (idle barrier) until
-// that is over. A block's first weights are asked for while the grid before it may still work, its activations not.
+// the tensor cores multiply one k16 step, the next one's weights are unpacked. The producer runs ahead. Between pieces of
+// work sums and outputs pass through the ring's first slots: those the producer fills only when that is over (idle
+// barrier). A block's first weights are asked for while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
@@ -59,6 +59,14 @@ constexpr int S_AT = W_AT + STEPS * W_ROW;
 constexpr int Z_AT = S_AT + S_BYTES;
 constexpr int COPIED_BYTES = Z_AT + (ZEROS ? S_BYTES : 0);
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;  // swizzled boxes begin on multiples of 1024
+
+// At the end of a tile: sums that are exchanged or wait, then the output as rows (behind them, if there is room).
+constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
+constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * PITCH * 2;
+constexpr int OUTPUT_AT = SUMS_BYTES + OUTPUT_BYTES <= STAGES * STAGE_BYTES ? SUMS_BYTES : 0;
+constexpr int END_BYTES = OUTPUT_AT + OUTPUT_BYTES > SUMS_BYTES ? OUTPUT_AT + OUTPUT_BYTES : SUMS_BYTES;
+constexpr int END_SLOTS = (END_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+static_assert(END_SLOTS <= STAGES, "the end of a tile fits");
 
 // Behind the ring: the barriers, and the words by which sums over blocks agree who is last.
 constexpr int FULL_AT = STAGES * STAGE_BYTES;
@@ -148,7 +156,7 @@ __device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Pie
     if (!elected()) return;
     Told& told = *reinterpret_cast<Told*>(smem + TOLD_AT);
     told.sharing = sharing;
-    const bool look = !pieces.dealt() && deal.ends_late();
+    const bool look = !pieces.dealt() && piece.ends_late(deal);
     told.last = look && load_acquire(counters + piece.tile) == sharing.count - 1;
     barrier_arrive(ring + TELL_AT);
 }
@@ -160,7 +168,11 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
     Pieces pieces(deal);
     Place at;
     uint32_t idle_parity = 0;
-    bool begun = false;
+    bool begun = false, leaving = false;  // leaving: consumers may be at the end of the piece before
+    const auto wait_till_idle = [&] {
+        barrier_wait(ring + IDLE_AT, idle_parity);
+        idle_parity ^= 1, leaving = false;
+    };
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
@@ -177,11 +189,12 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
             begun = true;
         } else {
-            barrier_wait(ring + IDLE_AT, idle_parity);
-            idle_parity ^= 1;
+            if (leaving) wait_till_idle();
+            leaving = true;
         }
 #pragma unroll 1
         for (; unit < piece.last; unit++, at.advance()) {
+            if (leaving && at.slot < END_SLOTS) wait_till_idle();
             barrier_wait(at.empty(ring), at.parity ^ 1);
             copy_weights(ring, at, maps, tile, unit);
             copy_activations(ring, at, maps, tile, unit);
@@ -358,9 +371,6 @@ __device__ __forceinline__ void sum_over_warpgroups(Owned& own, const Accumulato
 
 constexpr int LOG_VECTORS = J * WG_N == 1 ? 3 : J * WG_N == 2 ? 4 : 5;  // of the 16-byte vectors of a tile's row
 static_assert(TILE_N / 8 == 1 << LOG_VECTORS, "a power of two");
-constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
-constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * PITCH * 2;
-constexpr int OUTPUT_AT = SUMS_BYTES + OUTPUT_BYTES <= FULL_AT ? SUMS_BYTES : 0;  // behind the sums, if there is room
 
 // Rounds once, and leaves the transposed fragments in shared memory as rows: four matrices at a time, in lane order
 // (n 0-7, m 0-7), (n 8-15, m 0-7), (n 0-7, m 8-15), (n 8-15, m 8-15).
