@@ -408,13 +408,14 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
     """The tile shapes for a problem on a device; none but for compute capability 9.0."""
     if limits.major != 9 or _half_tail(problem):
         return ()
-    # Two blocks an SM leave no registers for a column's scales and zeros all the time.
-    held = problem.group_size == -1 and problem.zeros != Zeros.NONE
-    tight = () if held else (WgmmaTile(16, 4, 1, 2, 128, 2), WgmmaTile(48, 2, 1, 2, 128, 2))
+    # 48 rows and deltas take more registers than two blocks leave.
+    two = 1 if problem.zeros == Zeros.DELTAS else 2
     return (
         WgmmaTile(16, 2, 1, 2, 128, 2),
+        WgmmaTile(16, 4, 1, 2, 128, 2),
         WgmmaTile(32, 2, 1, 2, 128, 2),
         WgmmaTile(32, 4, 1, 2, 128, 1),
+        WgmmaTile(48, 2, 1, 2, 128, two),
         WgmmaTile(48, 2, 2, 1, 128, 1),
         WgmmaTile(48, 4, 1, 2, 128, 1),
         WgmmaTile(64, 2, 1, 2, 128, 1),
@@ -424,7 +425,6 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
         WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
-        *tight,
     )
 
 
@@ -619,7 +619,9 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
         # Unpacking and products overlap, but not completely. An instruction takes its time for few rows too.
-        return (0.11 + 0.002 * max(24, tile.m_tile) + (0.007 if problem.zeros else 0.0)) * chunks
+        # The largest tile's four stages are few.
+        chunk = 0.104 + 0.002 * max(24, tile.m_tile) + (0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0)
+        return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
@@ -642,10 +644,10 @@ def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: 
 def _gemm_microseconds(
     tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> float:
-    _, units = gemm_tiles(tile, problem)
+    tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
     hopper = isinstance(tile, WgmmaTile)
-    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.92 if hopper else 0.962)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.947 if hopper else 0.962)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
     # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
@@ -655,12 +657,15 @@ def _gemm_microseconds(
         sharers = grid // split_tiles if each else grid / split_tiles + 1
     lead = (units - sharers * each) * unit * resident if each else 0.0
     if hopper:
-        # More blocks wait longer for the first bytes.
-        took = 0.7 + 2.0 * min(1.0, grid / limits.sm_count) + work
-        if split_tiles:
-            took += 0.8 + kilobytes * (0.0147 * sharers + (0.028 if resident > 1 else 0.0))
-            took += 0.25 * max(0.0, 3.0 - lead) if each else 2.35
-        return took
+        # More blocks wait longer for the first bytes, and every further tile begins anew.
+        took = 0.7 + 2.1 * min(1.0, grid / limits.sm_count) + work
+        turns = _ceil_div(tiles - split_tiles, grid)
+        if not split_tiles:
+            return took + 1.9 * (turns - 1)
+        took += sharers * (0.45 + 0.012 * kilobytes) - 0.3 + (0.0275 * kilobytes if resident > 1 else 0.0)
+        if each:
+            return took + 0.25 * max(0.0, 3.0 - lead)
+        return took + 1.5 + 1.9 * (split_tiles / grid + turns)
     if not split_tiles:
         return _START + work
     exchange = 1.0 + kilobytes * (0.0145 * resident + 0.028 * sharers)

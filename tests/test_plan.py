@@ -52,7 +52,9 @@ class Deal:
         self.names |= {"share": 0, "extra": 0, "quotient": lambda a, b: a // b}
         if each == 0 and tiles > 0:
             for name in ("share", "extra"):
-                self.names[name] = self.value(rf"\b{name} = ((?:quotient|tiles \*)[^;]*?)[,;] ?(?:extra|const)")
+                self.names[name] = self.value(
+                    rf"\b{name} = ((?:quotient|tiles \*)[^;]*?)[,;] ?(?:extra|const)"
+                )
         for head in ("begin(int block)", "owner(int unit)"):
             method = kernel_source.function("tiles.cuh", head, self.names)
             name = head.partition("(")[0]
