@@ -19,9 +19,9 @@
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
 //
-// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64, 128),
-// STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS
-// (1, 2: blocks an SM, bounds the registers).
+// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64,
+// 128), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
+// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers).
 #include "hopper.cuh"
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -169,10 +169,6 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
     Place at;
     uint32_t idle_parity = 0;
     bool begun = false, leaving = false;  // leaving: consumers may be at the end of the piece before
-    const auto wait_till_idle = [&] {
-        barrier_wait(ring + IDLE_AT, idle_parity);
-        idle_parity ^= 1, leaving = false;
-    };
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
@@ -189,12 +185,15 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
             begun = true;
         } else {
-            if (leaving) wait_till_idle();
             leaving = true;
         }
 #pragma unroll 1
         for (; unit < piece.last; unit++, at.advance()) {
-            if (leaving && at.slot < END_SLOTS) wait_till_idle();
+            // Before the last unit at any rate: the consumers' next end must not come before this one is waited for.
+            if (leaving && (at.slot < END_SLOTS || unit + 1 == piece.last)) {
+                barrier_wait(ring + IDLE_AT, idle_parity);
+                idle_parity ^= 1, leaving = false;
+            }
             barrier_wait(at.empty(ring), at.parity ^ 1);
             copy_weights(ring, at, maps, tile, unit);
             copy_activations(ring, at, maps, tile, unit);
