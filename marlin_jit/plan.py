@@ -345,10 +345,10 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
                 yield grid, tiles, each
 
 
-# ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than a few rows --------------------------------
+# ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than eight rows --------------------------------
 
-WGMMA_MIN_M = 17
-"""Below, wgmma would multiply more rows of zeros than of activations: it has no fewer than 32."""
+WGMMA_MIN_M = 9
+"""Below, wgmma would multiply more rows of zeros than of activations: its tiles have no fewer than 16."""
 _WGMMA_MAX_STAGES = 8
 _WGMMA_MIN_STAGES = 2
 _WGMMA_BARRIERS = 256  # bytes behind the ring
@@ -413,12 +413,21 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
     """The tile shapes for a problem on a device; none but for compute capability 9.0."""
     if limits.major != 9 or _half_tail(problem):
         return ()
+    # 48 rows and deltas take more registers than two blocks leave.
+    two = 1 if problem.zeros == Zeros.DELTAS else 2
     return (
+        WgmmaTile(16, 2, 1, 2, 128, 2),
+        WgmmaTile(16, 4, 1, 2, 128, 2),
         WgmmaTile(32, 2, 1, 2, 128, 2),
         WgmmaTile(32, 4, 1, 2, 128, 1),
+        WgmmaTile(48, 2, 1, 2, 128, two),
+        WgmmaTile(48, 2, 2, 1, 128, 1),
+        WgmmaTile(48, 4, 1, 2, 128, 1),
         WgmmaTile(64, 2, 1, 2, 128, 1),
         WgmmaTile(64, 2, 2, 1, 128, 1),
         WgmmaTile(64, 4, 1, 2, 128, 1),
+        WgmmaTile(96, 1, 2, 1, 128, 1),
+        WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
     )
@@ -470,9 +479,11 @@ def wgmma_plan(
 def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     if problem.m < WGMMA_MIN_M:
         return
-    for tile in wgmma_tile_shapes(problem, limits):
-        if 32 < tile.m_tile >= 2 * problem.m:
-            continue  # half the rows or more would be padding, and a smaller tile exists
+    shapes = wgmma_tile_shapes(problem, limits)
+    enough = min((tile.m_tile for tile in shapes if tile.m_tile >= problem.m), default=0)
+    for tile in shapes:
+        if tile.m_tile > enough > 0:
+            continue  # more rows than there are, and a smaller tile exists
         if tile.m_tile < 128 and problem.m > 512:
             continue  # unpacks every weight more often than a larger tile
         fitting = wgmma_stages(tile, problem, limits)
@@ -616,16 +627,14 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
-        # Clocks: unpacking and products overlap, but not completely; products alone take 4 a row.
-        clocks = max(4 * tile.m_tile, (270 if tile.n_tile == 128 else 212) + 2.2 * tile.m_tile)
-        return (clocks + (12 if problem.zeros else 0)) / _WGMMA_CLOCK * chunks
+        # Unpacking and products overlap, but not completely. An instruction takes its time for few rows too.
+        # The largest tile's four stages are few.
+        chunk = 0.104 + 0.002 * max(24, tile.m_tile) + (0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0)
+        return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
     return chunk * chunks
-
-
-_WGMMA_CLOCK = 1700  # a microsecond, under that load
 
 
 def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
@@ -644,19 +653,32 @@ def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: 
 def _gemm_microseconds(
     tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> float:
-    _, units = gemm_tiles(tile, problem)
+    tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (0.962 if resident > 1 else 1.0)
+    hopper = isinstance(tile, WgmmaTile)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.947 if hopper else 0.962)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
-    if not split_tiles:
-        return _START + work
     # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
     kilobytes = tile.partial_bytes / 1024
-    sharers = grid // split_tiles if each else grid / split_tiles + 1
+    sharers = 1.0
+    if split_tiles:
+        sharers = grid // split_tiles if each else grid / split_tiles + 1
+    lead = (units - sharers * each) * unit * resident if each else 0.0
+    if hopper:
+        # More blocks wait longer for the first bytes, and every further tile begins anew.
+        took = 0.7 + 2.1 * min(1.0, grid / limits.sm_count) + work
+        turns = _ceil_div(tiles - split_tiles, grid)
+        if not split_tiles:
+            return took + 1.9 * (turns - 1)
+        took += sharers * (0.45 + 0.012 * kilobytes) - 0.3 + (0.0275 * kilobytes if resident > 1 else 0.0)
+        if each:
+            return took + 0.25 * max(0.0, 3.0 - lead)
+        return took + 1.5 + 1.9 * (split_tiles / grid + turns)
+    if not split_tiles:
+        return _START + work
     exchange = 1.0 + kilobytes * (0.0145 * resident + 0.028 * sharers)
     if each:
-        lead = (units - sharers * each) * unit * resident
         return _START + work + exchange + 0.2 * max(0.0, 3.0 - lead)
     # Dealt out evenly, most blocks take part in two exchanges, and blocks walk k out of step: what caches
     # cannot hold of the activations is read again.

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import kernel_source
 import numpy as np
@@ -46,26 +47,50 @@ SYSTEM_SMEM = 1024
 
 
 class Deal:
-    """`Deal` of tiles.cuh, evaluated from its text."""
+    """`Deal` of tiles.cuh, evaluated from its text, as one of its blocks sees it."""
 
     def __init__(self, tiles: int, units: int, each: int, blocks: int) -> None:
-        total = tiles * units
-        names = {"tiles": tiles, "units": units, "each": each, "blocks": blocks}
-        names |= {"share": total // blocks, "extra": total % blocks}
-        for head in METHODS:
-            method = kernel_source.function("tiles.cuh", head, names)
+        self.names: dict[str, Any] = {"tiles": tiles, "units": units, "each": each, "blocks": blocks}
+        self.names |= {"share": 0, "extra": 0, "quotient": lambda a, b: a // b}
+        if each == 0 and tiles > 0:
+            for name in ("share", "extra"):
+                self.names[name] = self.value(
+                    rf"\b{name} = ((?:quotient|tiles \*)[^;]*?)[,;] ?(?:extra|const)"
+                )
+        for head in ("begin(int block)", "owner(int unit)"):
+            method = kernel_source.function("tiles.cuh", head, self.names)
             name = head.partition("(")[0]
             setattr(self, name, method)
-            names[name] = method  # later ones call earlier ones
+            self.names[name] = method  # later ones call earlier ones
 
+    def value(self, pattern: str, **names: int) -> int:
+        """What an expression of tiles.cuh that matches comes to."""
+        return kernel_source.value(kernel_source.find("tiles.cuh", pattern)[1], self.names | names)
 
-METHODS = (
-    "begin(int block)",
-    "end(int block)",
-    "owner(int unit)",
-    "sharers(int tile)",
-    "sharer(int tile, int i)",
-)
+    def run(self, block: int) -> tuple[int, int, int]:
+        """Of a block: the tile and the unit in it that its run begins with, and the run's length."""
+        if self.names["each"] > 0:
+            part = self.value(r"part = (quotient\([^;]*);", block=block)
+            tile = self.value(r"tile = (block - [^,]*),", block=block, part=part)
+            first = self.value(r"first = (part [^;]*);", part=part)
+            return tile, first, self.value(r"run = (block \+ [^;]*);", block=block, first=first)
+        if self.names["tiles"] == 0:
+            return 0, 0, 0
+        unit = self.value(r"const int unit = (begin\(block\));", block=block)
+        tile = self.value(r"tile = (quotient\(unit[^;]*?\)),", unit=unit)
+        first = self.value(r"first = (unit - [^;]*);", unit=unit, tile=tile)
+        return tile, first, self.value(r"run = (share [^;]*);", block=block)
+
+    def sharing(self, tile: int, me: int) -> tuple[int, int, int, int]:
+        """Count, first, stride, mine."""
+        if self.names["each"] > 0:
+            values = self.value(r"if \(each > 0\) return \{(quotient[^}]*)\};", tile=tile, me=me)
+        else:
+            first = self.value(r"const int first = (owner[^,]*),", tile=tile)
+            last = self.value(r"last = (owner\([^;]*);", tile=tile)
+            values = self.value(r"return \{(last - first \+ 1, [^}]*)\};", first=first, last=last, me=me)
+        assert isinstance(values, tuple)
+        return values
 
 
 @st.composite
@@ -226,10 +251,10 @@ def test_sizes_are_those_the_wgmma_kernel_uses() -> None:
                 assert c.COPIED_BYTES <= c.STAGE_BYTES < 1 << 20  # what a barrier counts
                 assert c.STAGE_BYTES % 1024 == c.BOX_BYTES % 1024 == 0
                 assert c.W_AT % 128 == c.S_AT % 128 == c.Z_AT % 128 == 0
-                assert p.smem >= c.ARRIVED_AT + 4 and p.smem + STATIC_SMEM <= H200.smem_per_block
-                assert tile.partial_bytes == c.J * c.OWN_BLOCKS * 16 * c.CONSUMERS
+                assert p.smem >= c.TOLD_AT + 5 * 4 and p.smem + STATIC_SMEM <= H200.smem_per_block
+                assert tile.partial_bytes == c.SUMS_BYTES == c.OWN * c.M_BLOCKS * 16 * c.CONSUMERS
                 ring = stages * c.STAGE_BYTES
-                assert ring >= max(tile.partial_bytes, c.M_TILE * (c.TILE_N + 8) * 2)
+                assert ring == c.FULL_AT >= max(tile.partial_bytes, c.OUTPUT_AT + c.OUTPUT_BYTES)
                 assert blocks * (p.smem + SYSTEM_SMEM) <= H200.smem_per_sm or blocks > 1
                 registers = 2 * c.CONSUMER_REGISTERS + c.PRODUCER_REGISTERS
                 at_start = 65536 // (tile.blocks * tile.threads) // 8 * 8  # of each thread
@@ -244,24 +269,22 @@ def pieces(deal: Deal, grid: int, split_tiles: int, tiles: int, units: int) -> l
     """The kernel's loop: (block, tile, first unit, last unit) of everything any block does."""
     done = []
     for block in range(grid):
-        unit, unit_end, index = deal.begin(block), deal.end(block), split_tiles + block
-        while unit < unit_end or index < tiles:
-            dealt = unit < unit_end
-            current = unit // units if dealt else index
-            first = unit - current * units if dealt else 0
-            last = min(units, first + unit_end - unit) if dealt else units
-            if dealt:
-                unit += last - first
+        (tile, first, run), index = deal.run(block), split_tiles + block
+        while run > 0 or index < tiles:
+            if run > 0:
+                last = min(units, first + run)
+                done.append((block, tile, first, last))
+                run, tile, first = run - (last - first), tile + 1, 0
             else:
+                done.append((block, index, 0, units))
                 index += grid
-            done.append((block, current, first, last))
     return done
 
 
-def slot_of(deal: Deal, block: int, tile: int, units: int) -> int:
+def slot_of(deal: Deal, block: int, tile: int) -> int:
     which = kernel_source.find("tiles.cuh", r"const int which = (.*?);")[1]
-    names = {"deal": SimpleNamespace(begin=deal.begin, units=units), "block": block, "tile": tile}
-    return 2 * block + kernel_source.value(which, names)
+    names = {"deal": SimpleNamespace(begin=deal.begin, **{k: deal.names[k] for k in ("each", "units")})}
+    return 2 * block + kernel_source.value(which, names | {"block": block, "tile": tile})
 
 
 def check_work(grid: int, split_tiles: int, each: int, tiles: int, units: int) -> None:
@@ -276,7 +299,7 @@ def check_work(grid: int, split_tiles: int, each: int, tiles: int, units: int) -
         if last - first < units:
             assert tile < split_tiles
             partial[tile].append((first, block))
-            slots.append(slot_of(deal, block, tile, units))
+            slots.append(slot_of(deal, block, tile))
             of_block[block] += 1
     assert (done == 1).all()
     assert len(set(slots)) == len(slots)
@@ -284,9 +307,10 @@ def check_work(grid: int, split_tiles: int, each: int, tiles: int, units: int) -
     assert all(count <= 2 for count in of_block.values())
     for tile, shares in partial.items():
         # Exactly these blocks add one to the tile's counter, and their sums are added in ascending k.
-        sharers = [deal.sharer(tile, i) for i in range(deal.sharers(tile))]
-        assert [block for _, block in sorted(shares)] == sharers
-        assert len(sharers) > 1
+        for i, (_, block) in enumerate(sorted(shares)):
+            count, first_block, stride, mine = deal.sharing(tile, block)
+            assert (count, mine) == (len(shares), i) and count > 1
+            assert first_block + i * stride == block
 
 
 @settings(max_examples=200, deadline=None)

@@ -145,7 +145,6 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
     if (clustered) cluster_begin();
     Sums acc = {};
     if (first >= last) {
-        let_next_grid_start();
         wait_for_previous_grid();
     } else {
         const uint32_t buffers[2] = {shared_address(smem) + warp * WARP_BYTES,
@@ -166,7 +165,6 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         Loader loader(a, lda, m, k, padded_n, padded_k, chunk, first);
         Vec4 even[STEPS] = {}, odd[STEPS] = {};
         load_weights(even, first);
-        let_next_grid_start();
         wait_for_previous_grid();
         loader.issue(buffers[0], scales, zeros);
 

@@ -61,6 +61,11 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap* map, int 
         : "memory");
 }
 
+// Asks for the map itself, ahead of the first copy by it.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // ---- registers -----------------------------------------------------------------------------------------------------
 
 // Both must be executed by a whole warpgroup.
@@ -82,6 +87,10 @@ __device__ __forceinline__ void load_shared(uint32_t (&to)[2], uint32_t from) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
 }
 __device__ __forceinline__ void load_shared(uint32_t (&to)[4], uint32_t from) { load_shared16(to, from); }
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
 
 // Stores 8x8 matrices of 16-bit elements transposed: what lanes hold as row r becomes column r. Lane i of each group of
 // eight gives the address of row i as it is stored.
@@ -123,7 +132,7 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
     return static_cast<uint64_t>(address >> 4) | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLE_128 << 62;
 }
 
-// d += a (64 x 16: of each warp's 16 rows four registers a lane, as in m16n8k16) * b (16 x 32, 64 or 128), in float32.
+// d += a (64 x 16: of each warp's 16 rows four registers a lane, as in m16n8k16) * b (16 x 16, 32, 48, 64, 96 or 128), in float32.
 // d[4i .. 4i+3] is rows g, g, g+8, g+8 and columns 8i + 2t, 8i + 2t + 1, and again.
 #if BF16
 #define PRODUCT_TYPES ".f32.bf16.bf16 "
@@ -131,13 +140,31 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
 #define PRODUCT_TYPES ".f32.f16.f16 "
 #endif
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+__device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n16k16" PRODUCT_TYPES "{"
+        "%0,%1,%2,%3,%4,%5,%6,%7"
+        "}, {%8,%9,%10,%11}, %12, add, 1, 1, 0;\n}"
+        : EIGHT(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n32k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
         "}, {%16,%17,%18,%19}, %20, add, 1, 1, 0;\n}"
         : SIXTEEN(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product(float (&d)[24], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n48k16" PRODUCT_TYPES "{"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23"
+        "}, {%24,%25,%26,%27}, %28, add, 1, 1, 0;\n}"
+        : SIXTEEN(0), EIGHT(16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
@@ -147,6 +174,16 @@ __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], 
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
         "}, {%32,%33,%34,%35}, %36, add, 1, 1, 0;\n}"
         : SIXTEEN(0), SIXTEEN(16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product(float (&d)[48], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n96k16" PRODUCT_TYPES "{"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+        "}, {%48,%49,%50,%51}, %52, add, 1, 1, 0;\n}"
+        : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
@@ -161,5 +198,6 @@ __device__ __forceinline__ void product(float (&d)[64], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #undef SIXTEEN
+#undef EIGHT
 #undef FOUR
 #undef PRODUCT_TYPES

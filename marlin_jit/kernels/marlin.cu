@@ -361,7 +361,7 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     __syncthreads();
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
     const int halved = p.gated ? 1 : 0, vectors = TILE_N / 8 >> halved;  // of a row
-    for (int piece = threadIdx.x; piece < M_TILE * vectors; piece += THREADS) {
+    for (int piece = thread_anew(); piece < M_TILE * vectors; piece += THREADS) {
         const int row = piece / vectors, column = piece % vectors * 8;
         const int m = tile.m0 + row, n = (tile.n0 >> halved) + column;
         if (m >= p.m || n >= p.n) continue;
@@ -396,7 +396,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         prefetch_weights(p, tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n), piece.first, piece.last);
     }
     wait_for_previous_grid();
-    let_next_grid_start();
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
         const Tile tile = tile_at<M_TILE, TILE_N>(piece.tile, m, padded_n);
@@ -408,8 +407,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __shared__ uint32_t arrived;
             constexpr int FLIGHT = M_TILE < 64 ? 8 : 16;  // vectors of other blocks that a thread loads at once
             float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-            const bool look = !pieces.dealt(deal) && deal.ends_late();
-            if (!sum_over_blocks<Block, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look)) continue;
+            const Sharing sharing = deal.sharing(piece.tile);
+            uint32_t* counter = counters + piece.tile;
+            bool last = false;
+            if (!pieces.dealt() && piece.ends_late(deal)) {
+                if (threadIdx.x == 0) arrived = load_acquire(counter);
+                __syncthreads();
+                last = arrived == sharing.count - 1;
+            }
+            Float4* saved = reinterpret_cast<Float4*>(smem) + thread_anew();
+            if (!sum_over_blocks<Block, FLIGHT>(sums, saved, arrived, partials, counter, deal, sharing, piece.tile, last))
+                continue;
+            __syncthreads();  // `saved` lies where the tile goes next
         }
         store_tile(own, smem, p, tile, w);
     }

@@ -20,6 +20,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read anew: what is computed from it is computed where it is used, and takes no registers before that.
+__device__ __forceinline__ int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // 16 bytes global -> shared, asynchronously. Only the first `bytes` are read; the rest is written as zeros,
 // so an address that is out of range is legal with bytes = 0.
 __device__ __forceinline__ void copy_async16(uint32_t to, const void* from, int bytes) {
@@ -36,16 +43,12 @@ __device__ __forceinline__ void copy_wait() {
 }
 
 // Kernels of a stream overlap where the device can (compute capability 9.0): a grid may start while the one before it
-// ends. What that one wrote must not be read, and nothing written, before this. Weights were there before.
+// works. What that one wrote must not be read, and nothing written, before this. Weights were there before. The grid
+// after this one may start from here on (once all of this one's blocks have come here): it waits for the end of this
+// one, which comes after this one's own wait.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// The next grid may start as soon as there is room; what it waits for is still the end of this one.
-__device__ __forceinline__ void let_next_grid_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -24,56 +24,68 @@ __device__ __forceinline__ Tile tile_at(int index, int m, int padded_n) {
     return {(band * BAND + rest % rows) * ROWS, (rest / rows) * COLUMNS};
 }
 
+// Numbers that are not negative. (A signed division takes half as many instructions again.)
+__device__ __forceinline__ int quotient(int a, int b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
+
+// Who shares a tile: `count` blocks, of which the i-th in ascending k is block first + i * stride. This one is the
+// `mine`-th.
+struct Sharing {
+    int count, first, stride, mine;
+};
+
 // The units of all split tiles, one tile after another, in runs, one a block.
 struct Deal {
-    int tiles, units, each, blocks, share, extra;
-    int run_begin, run_end;  // this block's
-    int all_tiles;           // the whole ones too
+    int tiles, units, each, blocks, all_tiles;  // all_tiles: the whole ones too
+    int share = 0, extra = 0;                   // where all are dealt out evenly
+    int tile = 0, first = 0, run = 0;           // this block's run: the tile and the unit in it that it begins with, length
     __device__ __forceinline__ Deal(int tiles, int units, int each, int all_tiles)
-        : tiles(tiles), units(units), each(each), blocks(gridDim.x), share(tiles * units / blocks),
-          extra(tiles * units % blocks), run_begin(begin(blockIdx.x)), run_end(end(blockIdx.x)), all_tiles(all_tiles) {}
-    __device__ __forceinline__ int begin(int block) const {
-        return each > 0 ? block % tiles * units + block / tiles * each : block * share + min(block, extra);
+        : tiles(tiles), units(units), each(each), blocks(gridDim.x), all_tiles(all_tiles) {
+        const int block = blockIdx.x;
+        if (each > 0) {
+            const int part = quotient(block, tiles);
+            tile = block - part * tiles, first = part * each;
+            run = block + tiles < blocks ? each : units - first;
+        } else if (tiles > 0) {
+            share = quotient(tiles * units, blocks), extra = tiles * units - share * blocks;
+            const int unit = begin(block);
+            tile = quotient(unit, units), first = unit - tile * units;
+            run = share + (block < extra ? 1 : 0);
+        }
     }
-    __device__ __forceinline__ int end(int block) const {
-        if (each == 0) return begin(block + 1);
-        return block + tiles < blocks ? begin(block) + each : (block % tiles + 1) * units;
-    }
-    // Whose run a unit is in, where all are dealt out evenly.
+    // The first unit of a block's run, and whose run a unit is in, where all are dealt out evenly.
+    __device__ __forceinline__ int begin(int block) const { return block * share + min(block, extra); }
     __device__ __forceinline__ int owner(int unit) const {
         const int large = extra * (share + 1);
-        return unit < large ? unit / (share + 1) : extra + (unit - large) / share;
+        return unit < large ? quotient(unit, share + 1) : extra + quotient(unit - large, share);
     }
-    // How many blocks share a tile, and which is the i-th in ascending k.
-    __device__ __forceinline__ int sharers(int tile) const {
-        return each > 0 ? blocks / tiles : owner((tile + 1) * units - 1) - owner(tile * units) + 1;
+    __device__ __forceinline__ Sharing sharing(int tile) const {
+        const int me = blockIdx.x;
+        if (each > 0) return {quotient(blocks, tiles), tile, tiles, quotient(me, tiles)};
+        const int first = owner(tile * units), last = owner((tile + 1) * units - 1);
+        return {last - first + 1, first, 1, me - first};
     }
-    __device__ __forceinline__ int sharer(int tile, int i) const {
-        return each > 0 ? tile + i * tiles : owner(tile * units) + i;
-    }
-    // Whether the tile's other blocks may well be done when this one ends its run.
-    __device__ __forceinline__ bool ends_late() const { return run_end - run_begin > each; }
 };
 
 // What a block does: its run of the split tiles' units, tile by tile, then whole tiles at a stride of the grid.
 struct Piece {
     int tile, first, last;  // units [first, last)
+    // Where it is the last of a run: whether the tile's other blocks may well be done when this one is.
+    __device__ __forceinline__ bool ends_late(const Deal& deal) const { return last - first > deal.each; }
 };
 struct Pieces {
-    int unit, index;
+    int tile, first, run, index;  // what is left
     __device__ __forceinline__ explicit Pieces(const Deal& deal)
-        : unit(deal.run_begin), index(deal.tiles + blockIdx.x) {}
-    __device__ __forceinline__ bool dealt(const Deal& deal) const { return unit < deal.run_end; }
-    __device__ __forceinline__ bool left(const Deal& deal) const { return dealt(deal) || index < deal.all_tiles; }
+        : tile(deal.tile), first(deal.first), run(deal.run), index(deal.tiles + blockIdx.x) {}
+    __device__ __forceinline__ bool dealt() const { return run > 0; }
+    __device__ __forceinline__ bool left(const Deal& deal) const { return dealt() || index < deal.all_tiles; }
     __device__ __forceinline__ Piece next(const Deal& deal) const {
-        const int tile = dealt(deal) ? unit / deal.units : index;
-        const int first = dealt(deal) ? unit - tile * deal.units : 0;
-        return {tile, first, dealt(deal) ? min(deal.units, first + deal.run_end - unit) : deal.units};
+        if (dealt()) return {tile, first, min(deal.units, first + run)};
+        return {index, 0, deal.units};
     }
     __device__ __forceinline__ Piece take(const Deal& deal) {
         const Piece piece = next(deal);
-        if (dealt(deal))
-            unit += piece.last - piece.first;
+        if (dealt())
+            run -= piece.last - first, tile++, first = 0;
         else
             index += gridDim.x;
         return piece;
@@ -83,59 +95,56 @@ struct Pieces {
 // A block has two slots of COUNT Float4s a thread: for the tile it begins in, and for the one it ends in.
 template <class Threads, int COUNT>
 __device__ __forceinline__ Float4* slot_of(Float4* partials, const Deal& deal, int block, int tile) {
-    const int which = deal.begin(block) / deal.units == tile ? 0 : 1;
-    return partials + static_cast<int64_t>(2 * block + which) * COUNT * Threads::COUNT + threadIdx.x;
+    const int which = deal.each == 0 && deal.begin(block) < tile * deal.units ? 1 : 0;
+    return partials + static_cast<int64_t>(2 * block + which) * COUNT * Threads::COUNT + thread_anew();
+}
+
+__device__ __forceinline__ void add_to(float (&sum)[4], const Float4& v) {
+    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
 
 // Hands in this block's partial sums of a split tile. True for the last block to arrive, whose sums are then the
-// total. `Threads` are those that hold sums, the block's first: their COUNT, and sync() among them. With `look` the
-// block first sees whether it is the last: then its sums need not be written. `arrived` and `smem` are shared.
+// total. `Threads` are those that hold sums, the block's first: their COUNT, and sync() among them, which they did
+// since `arrived` (shared) was last read. A block that has found out already (`last`) need not write its sums. `saved`
+// is where this thread may keep COUNT vectors of shared memory, Threads::COUNT apart.
 template <class Threads, int FLIGHT, int COUNT>
-__device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], uint8_t* smem, uint32_t& arrived,
-                                                Float4* partials, uint32_t* counters, const Deal& deal, int tile,
-                                                bool look) {
+__device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], Float4* saved, uint32_t& arrived,
+                                                Float4* partials, uint32_t* counter, const Deal& deal,
+                                                const Sharing& sharing, int tile, bool last) {
     constexpr int THREADS = Threads::COUNT;
-    const int sharers = deal.sharers(tile), me = blockIdx.x;
-    const uint32_t others = sharers - 1;
-    bool last = false;
-    if (look) {
-        if (threadIdx.x == 0) arrived = load_acquire(counters + tile);
-        Threads::sync();
-        last = arrived == others;
-    }
+    const int me = blockIdx.x;
     if (!last) {
         Float4* mine = slot_of<Threads, COUNT>(partials, deal, me, tile);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) mine[i * THREADS] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
         Threads::sync();
-        if (threadIdx.x == 0) arrived = count_in_alone(counters + tile);
+        if (threadIdx.x == 0) arrived = count_in_alone(counter);
         Threads::sync();
-        last = arrived == others;
+        if (arrived != sharing.count - 1) return false;
     }
-    Threads::sync();  // `arrived` is written again by the next tile
-    if (!last) return false;
-    if (threadIdx.x == 0) counters[tile] = 0;
+    if (threadIdx.x == 0) *counter = 0;
     // This block's own sums wait in shared memory for their turn, so that registers hold the total and a number of
     // vectors in flight: of several slots where a slot is small, of a part of one where it is large.
-    Float4* saved = reinterpret_cast<Float4*>(smem) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         saved[i * THREADS] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
         sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
     }
-    constexpr int BATCH = COUNT < FLIGHT ? COUNT : FLIGHT, SLOTS = FLIGHT / BATCH;
-    for (int next = 0; next < sharers; next += SLOTS) {
+    constexpr int BATCH = COUNT < FLIGHT ? COUNT : FLIGHT, FITTING = FLIGHT / BATCH, SLOTS = FITTING < 4 ? FITTING : 4;
+    static_assert(COUNT % BATCH == 0, "whole batches only");
+#pragma unroll 1
+    for (int next = 0; next < sharing.count; next += SLOTS) {
 #pragma unroll
         for (int begin = 0; begin < COUNT; begin += BATCH) {
             Float4 v[SLOTS][BATCH];
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                if (next + s >= sharers) continue;
-                const int block = deal.sharer(tile, next + s);
-                if (block == me) {
+                if (next + s >= sharing.count) continue;
+                if (next + s == sharing.mine) {
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) v[s][i] = saved[(begin + i) * THREADS];
                 } else {
+                    const int block = sharing.first + (next + s) * sharing.stride;
                     const Float4* slot = slot_of<Threads, COUNT>(partials, deal, block, tile) + begin * THREADS;
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) v[s][i] = load_l2(slot + i * THREADS);
@@ -143,15 +152,11 @@ __device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], uint8_t
             }
 #pragma unroll
             for (int s = 0; s < SLOTS; s++) {
-                if (next + s >= sharers) continue;
+                if (next + s >= sharing.count) continue;
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    sums[begin + i][0] += v[s][i].x, sums[begin + i][1] += v[s][i].y;
-                    sums[begin + i][2] += v[s][i].z, sums[begin + i][3] += v[s][i].w;
-                }
+                for (int i = 0; i < BATCH; i++) add_to(sums[begin + i], v[s][i]);
             }
         }
     }
-    Threads::sync();  // `saved` lies where the tile goes next
     return true;
 }

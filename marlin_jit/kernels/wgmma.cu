@@ -12,16 +12,16 @@
 // One lane of the third warpgroup produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
 //
 // How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
-// the tensor cores multiply one k16 step, the next one's weights are unpacked. Within a piece of work the producer runs
-// ahead; between pieces sums and outputs pass through the ring's memory, and the producer waits (idle barrier) until
-// that is over. A block's first weights are asked for while the grid before it may still work, its activations not.
+// the tensor cores multiply one k16 step, the next one's weights are unpacked. The producer runs ahead. Between pieces of
+// work sums and outputs pass through the ring's first slots: those the producer fills only when that is over (idle
+// barrier). A block's first weights are asked for while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
 //
-// Build constants: BF16, M_TILE (32, 64, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64, 128),
-// STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points), MIN_BLOCKS
-// (1, 2: blocks an SM, bounds the registers).
+// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64,
+// 128), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
+// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers).
 #include "hopper.cuh"
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -32,10 +32,11 @@ constexpr int TILE_N = 64 * J * WG_N;
 constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
-constexpr int OWN_BLOCKS = M_BLOCKS / WG_K;  // 8-row blocks a warpgroup finishes after the sum over wk
+constexpr int OWN = J / WG_K;                // slabs a warpgroup finishes after the sum over wk
 static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
-static_assert(OWN_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
+static_assert(J % WG_K == 0, "whole slabs are exchanged");
+static_assert(M_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
 
 // One lane copies, but a whole warpgroup can pass its registers on to the consumers (a lone warp would keep its share,
 // and registers are given out as if to whole warpgroups).
@@ -59,11 +60,25 @@ constexpr int Z_AT = S_AT + S_BYTES;
 constexpr int COPIED_BYTES = Z_AT + (ZEROS ? S_BYTES : 0);
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;  // swizzled boxes begin on multiples of 1024
 
-// Behind the ring: the barriers, and the word by which sums over blocks agree who is last.
+// At the end of a tile: sums that are exchanged or wait, then the output as rows (behind them, if there is room).
+constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
+constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * PITCH * 2;
+constexpr int OUTPUT_AT = SUMS_BYTES + OUTPUT_BYTES <= STAGES * STAGE_BYTES ? SUMS_BYTES : 0;
+constexpr int END_BYTES = OUTPUT_AT + OUTPUT_BYTES > SUMS_BYTES ? OUTPUT_AT + OUTPUT_BYTES : SUMS_BYTES;
+constexpr int END_SLOTS = (END_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+static_assert(END_SLOTS <= STAGES, "the end of a tile fits");
+
+// Behind the ring: the barriers, and the words by which sums over blocks agree who is last.
 constexpr int FULL_AT = STAGES * STAGE_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr int IDLE_AT = EMPTY_AT + STAGES * 8;
-constexpr int ARRIVED_AT = IDLE_AT + 8;
+constexpr int TELL_AT = IDLE_AT + 8;
+constexpr int ARRIVED_AT = TELL_AT + 8;
+constexpr int TOLD_AT = ARRIVED_AT + 4;
+struct Told {
+    Sharing sharing;
+    uint32_t last;
+};
 
 struct Maps {
     const TensorMap *a, *w, *scales, *zeros;
@@ -85,6 +100,9 @@ struct Place {
     __device__ __forceinline__ void advance() {
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (slot == 0) parity ^= 1;
+    }
+    __device__ __forceinline__ Place before() const {
+        return slot == 0 ? Place{STAGES - 1, parity ^ 1} : Place{slot - 1, parity};
     }
     __device__ __forceinline__ uint32_t stage(uint32_t ring) const { return ring + slot * STAGE_BYTES; }
     __device__ __forceinline__ uint32_t full(uint32_t ring) const { return ring + FULL_AT + slot * 8; }
@@ -118,12 +136,39 @@ __device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at,
         copy_box(at.stage(ring) + box * BOX_BYTES, maps.a, unit * K_STAGE + box * 64, tile.m0, at.full(ring));
 }
 
+__device__ __forceinline__ void prefetch(const Maps& maps) {
+    if (!elected()) return;
+    prefetch_map(maps.w);
+    if (GROUP != 0) {
+        prefetch_map(maps.scales);
+        if (ZEROS) prefetch_map(maps.zeros);
+    }
+    prefetch_map(maps.a);
+}
+
+// Who shares the tile of a piece, and, where the others may be done, whether they are: for the consumers, who have no
+// registers to spare for that. The producer looks when the last stage has come, so its answer waits for them.
+__device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Piece& piece, const Pieces& pieces,
+                                     const Deal& deal, const uint32_t* counters) {
+    const uint32_t ring = shared_address(smem);
+    const Sharing sharing = deal.sharing(piece.tile);
+    barrier_wait(last.full(ring), last.parity);
+    if (!elected()) return;
+    Told& told = *reinterpret_cast<Told*>(smem + TOLD_AT);
+    told.sharing = sharing;
+    const bool look = !pieces.dealt() && piece.ends_late(deal);
+    told.last = look && load_acquire(counters + piece.tile) == sharing.count - 1;
+    barrier_arrive(ring + TELL_AT);
+}
+
 // Everything that one block's consumers will want, in their order.
-__device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const Problem& p, const Deal& deal) {
+__device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const Problem& p, const Deal& deal,
+                                        const uint32_t* counters) {
+    const uint32_t ring = shared_address(smem);
     Pieces pieces(deal);
     Place at;
     uint32_t idle_parity = 0;
-    bool begun = false;
+    bool begun = false, leaving = false;  // leaving: consumers may be at the end of the piece before
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
@@ -137,18 +182,22 @@ __device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const P
             wait_for_previous_grid();
 #pragma unroll 1
             for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
-            let_next_grid_start();
             begun = true;
         } else {
-            barrier_wait(ring + IDLE_AT, idle_parity);
-            idle_parity ^= 1;
+            leaving = true;
         }
 #pragma unroll 1
         for (; unit < piece.last; unit++, at.advance()) {
+            // Before the last unit at any rate: the consumers' next end must not come before this one is waited for.
+            if (leaving && (at.slot < END_SLOTS || unit + 1 == piece.last)) {
+                barrier_wait(ring + IDLE_AT, idle_parity);
+                idle_parity ^= 1, leaving = false;
+            }
             barrier_wait(at.empty(ring), at.parity ^ 1);
             copy_weights(ring, at, maps, tile, unit);
             copy_activations(ring, at, maps, tile, unit);
         }
+        if (piece.last - piece.first < deal.units) tell(smem, at.before(), piece, pieces, deal, counters);
     }
 }
 
@@ -156,12 +205,13 @@ __device__ __forceinline__ void produce(uint32_t ring, const Maps& maps, const P
 
 struct Warp {
     int lane, g, t, wk;
-    int column;                 // the warp's first in the tile
+    int column, own_column;     // the warp's first in the tile, and the first that it finishes
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
     __device__ __forceinline__ explicit Warp(int warp) {
         const int warpgroup = warp / 4, wn = warpgroup % WG_N;
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wk = warpgroup / WG_N;
         column = (wn * 4 + warp % 4) * 16 * J;
+        own_column = column + wk * (16 * OWN);
         const int chunk = column / 64, word = column % 64 / 16, first = wk * WG_STEPS;
         constexpr int SHARE_ROWS = WG_STEPS * 16 / (GROUP == 0 ? 1024 : GROUP);  // of scales, in a share of k
         a_at = first / 4 * BOX_BYTES + first % 4 * 32;
@@ -273,62 +323,69 @@ struct Consumers {
     static __device__ __forceinline__ void sync() { sync_first<CONSUMERS>(); }
 };
 
-using Owned = float[J][OWN_BLOCKS][4];
+using Owned = float[OWN][M_BLOCKS][4];
 
-// Adds the WG_K partial sums; warpgroup wk keeps 8-row blocks [wk * OWN_BLOCKS, (wk + 1) * OWN_BLOCKS).
+// Where a thread leaves the vectors that its partner in the other warpgroup reads, and where that one's for it are.
+// Once read the latter place is only this thread's.
+__device__ __forceinline__ Float4* given(uint8_t* smem, int thread) { return reinterpret_cast<Float4*>(smem) + thread; }
+__device__ __forceinline__ Float4* taken(uint8_t* smem, int thread) {
+    return reinterpret_cast<Float4*>(smem) + (WG_K == 1 ? thread : thread ^ (128 * WG_N));
+}
+
+// Adds the WG_K partial sums; warpgroup wk keeps slabs [wk * OWN, (wk + 1) * OWN).
 __device__ __forceinline__ void sum_over_warpgroups(Owned& own, const Accumulators& acc, uint8_t* smem, const Warp& w) {
     Consumers::sync();  // the ring is read, and may be written
     if constexpr (WG_K == 1) {
 #pragma unroll
         for (int i = 0; i < J * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
     } else {
-        Float4* shared = reinterpret_cast<Float4*>(smem);
+        const int thread = thread_anew();
+        Float4 *give = given(smem, thread), *take = taken(smem, thread);
 #pragma unroll
-        for (int j = 0; j < J; j++)
+        for (int j = 0; j < OWN; j++)
 #pragma unroll
-            for (int mb = 0; mb < OWN_BLOCKS; mb++) {
-                const float (&low)[4] = acc[j][mb], (&high)[4] = acc[j][OWN_BLOCKS + mb];
-                float give[4];
+            for (int mb = 0; mb < M_BLOCKS; mb++) {
+                const float (&low)[4] = acc[j][mb], (&high)[4] = acc[OWN + j][mb];
+                float other[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    give[i] = w.wk == 0 ? high[i] : low[i];
+                    other[i] = w.wk == 0 ? high[i] : low[i];
                     own[j][mb][i] = w.wk == 0 ? low[i] : high[i];
                 }
-                shared[(j * OWN_BLOCKS + mb) * CONSUMERS + threadIdx.x] = {give[0], give[1], give[2], give[3]};
+                give[(j * M_BLOCKS + mb) * CONSUMERS] = {other[0], other[1], other[2], other[3]};
             }
         Consumers::sync();
-        const int partner = (threadIdx.x + 128 * WG_N) % CONSUMERS;
 #pragma unroll
-        for (int j = 0; j < J; j++)
+        for (int j = 0; j < OWN; j++)
 #pragma unroll
-            for (int mb = 0; mb < OWN_BLOCKS; mb++) {
-                const Float4 v = shared[(j * OWN_BLOCKS + mb) * CONSUMERS + partner];
+            for (int mb = 0; mb < M_BLOCKS; mb++) {
+                const Float4 v = take[(j * M_BLOCKS + mb) * CONSUMERS];
                 own[j][mb][0] += v.x, own[j][mb][1] += v.y, own[j][mb][2] += v.z, own[j][mb][3] += v.w;
             }
-        Consumers::sync();
     }
 }
 
 // ---- registers -> global -------------------------------------------------------------------------------------------
 
-constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
+constexpr int LOG_VECTORS = J * WG_N == 1 ? 3 : J * WG_N == 2 ? 4 : 5;  // of the 16-byte vectors of a tile's row
+static_assert(TILE_N / 8 == 1 << LOG_VECTORS, "a power of two");
 
 // Rounds once, and leaves the transposed fragments in shared memory as rows: four matrices at a time, in lane order
 // (n 0-7, m 0-7), (n 8-15, m 0-7), (n 0-7, m 8-15), (n 8-15, m 8-15).
 __device__ __forceinline__ void round_tile(const Owned& own, uint32_t shared, const Problem& p, const Tile& tile,
                                            const Warp& w) {
-    const int row = w.wk * (OWN_BLOCKS * 8) + w.lane / 16 * 8 + w.lane % 8, column = w.column + w.lane / 8 % 2 * 8;
+    const int lane = thread_anew() % 32, row = lane / 16 * 8 + lane % 8, column = w.own_column + lane / 8 % 2 * 8;
     const uint32_t to = shared + (row * PITCH + column) * 2;
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int n = tile.n0 + w.column + 16 * j + w.g;
+    for (int j = 0; j < OWN; j++) {
+        const int n = tile.n0 + w.own_column + 16 * j + w.g;
         float bias[2] = {0.f, 0.f};
         if (p.bias != nullptr) {
             if (n < p.n) bias[0] = Type::to_float(p.bias[n]);
             if (n + 8 < p.n) bias[1] = Type::to_float(p.bias[n + 8]);
         }
 #pragma unroll
-        for (int mb = 0; mb < OWN_BLOCKS; mb += 2) {
+        for (int mb = 0; mb < M_BLOCKS; mb += 2) {
             uint32_t matrices[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -343,12 +400,12 @@ __device__ __forceinline__ void round_tile(const Owned& own, uint32_t shared, co
 // The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8. Two matrices at a time:
 // (m 0-7), (m 8-15).
 __device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t shared, const Warp& w) {
-    const int row = w.wk * (OWN_BLOCKS * 8) + w.lane % 16, feature = w.column / 2;
+    const int row = thread_anew() % 16, feature = w.own_column / 2;
     const uint32_t to = shared + (row * PITCH + feature) * 2;
 #pragma unroll
-    for (int j = 0; j < J; j++)
+    for (int j = 0; j < OWN; j++)
 #pragma unroll
-        for (int mb = 0; mb < OWN_BLOCKS; mb += 2) {
+        for (int mb = 0; mb < M_BLOCKS; mb += 2) {
             uint32_t matrices[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -362,28 +419,30 @@ __device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t shar
 // Writes a tile as 16-byte rows. Every thread makes as many passes: see barrier_wait.
 __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
                                            const Warp& w) {
+    const uint32_t output = shared_address(smem) + OUTPUT_AT;
+    if (OUTPUT_AT == 0) Consumers::sync();  // sums lay there
     if (p.gated)
-        round_gated_tile(own, shared_address(smem), w);
+        round_gated_tile(own, output, w);
     else
-        round_tile(own, shared_address(smem), p, tile, w);
+        round_tile(own, output, p, tile, w);
     Consumers::sync();
-    const uint16_t* shared = reinterpret_cast<const uint16_t*>(smem);
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
-    const int halved = p.gated ? 1 : 0, vectors = TILE_N / 8 >> halved;  // of a row, a power of two
-    const int rows = CONSUMERS / vectors;                                // of a pass
-    const int column = threadIdx.x % vectors * 8, n = (tile.n0 >> halved) + column;
+    const int thread = thread_anew(), halved = p.gated ? 1 : 0, log = LOG_VECTORS - halved;  // of the vectors of a row
+    const int rows = CONSUMERS >> log;                               // of a pass
+    const int row = thread >> log, column = (thread - (row << log)) * 8, n = (tile.n0 >> halved) + column;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(smem + OUTPUT_AT) + row * PITCH + column;
+    uint16_t* to = p.c + (tile.m0 + row) * p.ldc + n;
+    int m_left = p.m - tile.m0 - row;
+    const int n_left = p.n - n;
 #pragma unroll 1
-    for (int first = 0; first < M_TILE; first += rows) {
-        const int row = first + threadIdx.x / vectors, m = tile.m0 + row;
-        if (m >= p.m || n >= p.n) continue;
-        uint16_t* to = p.c + m * p.ldc + n;
-        const uint16_t* from = shared + row * PITCH + column;
-        if (aligned && n + 8 <= p.n) {
+    for (int first = 0; first < M_TILE; first += rows, m_left -= rows, from += rows * PITCH, to += rows * p.ldc) {
+        if (m_left <= 0 || n_left <= 0 || row >= M_TILE - first) continue;
+        if (aligned && n_left >= 8) {
             *reinterpret_cast<Vec4*>(to) = *reinterpret_cast<const Vec4*>(from);
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (n + i < p.n) to[i] = from[i];
+            const int columns = min(n_left, 8);
+#pragma unroll 1
+            for (int i = 0; i < columns; i++) to[i] = from[i];
         }
     }
 }
@@ -392,15 +451,17 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
-    constexpr int PARTIAL = J * OWN_BLOCKS;  // Float4s a thread
-    constexpr int FLIGHT = 8;                // of other blocks that a thread loads at once
+    constexpr int PARTIAL = OWN * M_BLOCKS;  // Float4s a thread
+    // As many vectors of other blocks at once as registers hold beside the sums.
+    constexpr int LEFT = MIN_BLOCKS == 1 ? 48 - J * M_BLOCKS - (WG_K == 1 ? 0 : PARTIAL) : PARTIAL > 4 || J == 4 ? PARTIAL : 8;
+    constexpr int FLIGHT = LEFT >= PARTIAL ? LEFT : PARTIAL / 2;
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
     Pieces pieces(deal);
     Place at;
+    uint32_t tell_parity = 0;
     wait_for_previous_grid();
-    let_next_grid_start();
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
@@ -414,8 +475,11 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
         bool whole = true;
         if (piece.last - piece.first < deal.units) {
             float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
-            const bool look = !pieces.dealt(deal) && deal.ends_late();
-            whole = sum_over_blocks<Consumers, FLIGHT>(sums, smem, arrived, partials, counters, deal, piece.tile, look);
+            barrier_wait(ring + TELL_AT, tell_parity);
+            tell_parity ^= 1;
+            const Told& told = *reinterpret_cast<const Told*>(smem + TOLD_AT);
+            whole = sum_over_blocks<Consumers, FLIGHT>(sums, taken(smem, thread_anew()), arrived, partials, counters + piece.tile,
+                                                       deal, told.sharing, piece.tile, told.last != 0);
         }
         if (whole) store_tile(own, smem, p, tile, w);
         hand_to_copies();
@@ -434,22 +498,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const uint32_t ring = shared_address(smem);
     const Problem p = {scales, zeros, bias, c, ldc, m, n, padded_n, gated != 0};
     const int tiles = ((m + M_TILE - 1) / M_TILE) * ((padded_n + TILE_N - 1) / TILE_N);
-    const Deal deal(split_tiles, (padded_k + K_STAGE - 1) / K_STAGE, each, tiles);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(ring + FULL_AT + i * 8, 1);
-            barrier_init(ring + EMPTY_AT + i * 8, CONSUMERS / 32);
-        }
-        barrier_init(ring + IDLE_AT, CONSUMERS / 32);
-        barriers_ready();
-    }
-    __syncthreads();
+    const int units = (padded_k + K_STAGE - 1) / K_STAGE;
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same for all lanes
     if (warp >= CONSUMERS / 32) {
         give_registers<PRODUCER_REGISTERS>();
-        if (warp == CONSUMERS / 32) produce(ring, {&a, &w, &scale_rows, &zero_rows}, p, deal);
+        if (warp == CONSUMERS / 32) {
+            const Maps maps = {&a, &w, &scale_rows, &zero_rows};
+            prefetch(maps);
+            const Deal deal(split_tiles, units, each, tiles);
+            __syncthreads();
+            produce(smem, maps, p, deal, counters);
+        } else {
+            __syncthreads();
+        }
     } else {
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; i++) {
+                barrier_init(ring + FULL_AT + i * 8, 1);
+                barrier_init(ring + EMPTY_AT + i * 8, CONSUMERS / 32);
+            }
+            barrier_init(ring + IDLE_AT, CONSUMERS / 32);
+            barrier_init(ring + TELL_AT, 1);
+            barriers_ready();
+        }
+        __syncthreads();
         take_registers<CONSUMER_REGISTERS>();
+        const Deal deal(split_tiles, units, each, tiles);
         consume(smem, warp, p, deal, partials, counters);
     }
 }
