@@ -18,6 +18,13 @@ from marlin_jit.device import current_device, unavailable_reason
 from marlin_jit.dispatch import matmul
 
 
+def some_plans(problem: plan.Problem, limits: plan.Limits) -> list[plan.Plan]:
+    """All plans, but of those of `marlin_decode`, which differ in where its warps stand, every ninth."""
+    found = plan.plans(problem, limits)
+    decodes = [p for p in found if p.build.name == "marlin_decode"]
+    return [p for p in found if p.build.name != "marlin_decode"] + decodes[::9]
+
+
 def main() -> None:
     """Each plan, path and helper kernel on problems that fit no tile."""
     reason = unavailable_reason()
@@ -42,7 +49,7 @@ def main() -> None:
             if K % 8 == 0:
                 problem = launch.problem_of(M, w, asymmetric=True)
                 for zeros in (plan.Zeros.DELTAS, plan.Zeros.POINTS):
-                    for p in plan.plans(replace(problem, zeros=zeros), limits):
+                    for p in some_plans(replace(problem, zeros=zeros), limits):
                         out = cupy.full((M, N), np.nan, np.float16)
                         launch.marlin(p, matrix(x), w, None, matrix(out))
                         assert np.abs(out.get() - exact).max() < 0.05, p
@@ -92,7 +99,7 @@ def main() -> None:
             for w in (gate, up)
         )
         exact = g / (1 + np.exp(-g)) * u
-        for p in plan.plans(launch.problem_of(M, both.packed, asymmetric=True), limits):
+        for p in some_plans(launch.problem_of(M, both.packed, asymmetric=True), limits):
             out = cupy.full((M, 72), np.nan, np.float16)
             launch.marlin(p, matrix(x), both.packed, None, matrix(out), gated=True)
             assert np.abs(out.get() - exact).max() < 0.05, p
