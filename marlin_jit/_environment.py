@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from marlin_jit.errors import ValueRangeError
+
+# A variable that is not set costs os.environ a microsecond, most of it for raising and catching KeyError; the
+# dictionary behind it, where there is one, a tenth of that.
+_RAW = getattr(os.environ, "_data", None)
+
+
+def value_of(name: str, default: str) -> str:
+    """What the environment has for `name` now."""
+    if _RAW is not None and os.environ.encodekey(name) not in _RAW:
+        return default
+    return os.environ.get(name, default)
 
 
 def zero_or_one(name: str, value: str) -> bool:

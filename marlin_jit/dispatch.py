@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import re
 import threading
 from collections import Counter
@@ -25,7 +24,7 @@ import numpy as np
 from marlin_jit import launch, layout, repeat, rounding
 from marlin_jit._array import BFLOAT16, FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
-from marlin_jit._environment import zero_or_one
+from marlin_jit._environment import value_of, zero_or_one
 from marlin_jit.device import DeviceInfo, device_info, is_capturing, scratch
 from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError, ShapeError, ValueRangeError
 from marlin_jit.fused import GateUpWeight
@@ -97,7 +96,7 @@ def dispatch_enabled() -> bool:
         return here
     if _enabled is not None:
         return _enabled
-    return zero_or_one(SWITCH, os.environ.get(SWITCH, "1"))
+    return zero_or_one(SWITCH, value_of(SWITCH, "1"))
 
 
 # ---- what was done --------------------------------------------------------------------------------------

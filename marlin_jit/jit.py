@@ -150,6 +150,7 @@ class Kernel:
         args: tuple[Any, ...],
         smem: int = 0,
         cluster: int = 1,
+        stream: int | None = None,
     ) -> None:
         """Launch on the current stream.
 
@@ -164,6 +165,8 @@ class Kernel:
             Dynamic shared memory in bytes, at most `dynamic_smem`.
         cluster : int
             Blocks along the grid's second dimension that form a cluster; 1 for none.
+        stream : int, optional
+            The current stream's address, where the caller has asked for it already.
 
         Raises
         ------
@@ -171,14 +174,11 @@ class Kernel:
             The driver refused the launch. Nothing has run.
         """
         try:
-            stream = import_cupy().cuda.get_current_stream().ptr
+            if stream is None:
+                stream = import_cupy().cuda.get_current_stream().ptr
             block = threads if isinstance(threads, tuple) else (threads, 1)
-            where = self._pointer, self.device_id
-            launch(
-                *(*where, grid, block, smem, stream, self._layout, args),
-                overlap=self.overlaps,
-                cluster=cluster,
-            )
+            how = self.overlaps, cluster
+            launch(self._pointer, self.device_id, grid, block, smem, stream, self._layout, args, *how)
         except (RuntimeError, struct.error) as error:
             raise LaunchError(
                 f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "

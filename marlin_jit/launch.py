@@ -88,10 +88,12 @@ class Prepared:
     keeps: tuple[Any, ...]  # the arrays whose addresses these are
     cluster: int
 
-    def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
-        """Launch, with addresses (0: no bias) and row strides in elements."""
+    def __call__(
+        self, x: int, x_stride: int, bias: int, out: int, out_stride: int, stream: int | None = None
+    ) -> None:
+        """Launch, with addresses (0: no bias) and row strides in elements, on the current stream."""
         args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.block, args, self.smem, self.cluster)
+        self.kernel(self.grid, self.block, args, self.smem, self.cluster, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,14 @@ class PreparedWgmma(Prepared):
     columns: int
     box: tuple[int, int]
 
-    def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
+    def __call__(
+        self, x: int, x_stride: int, bias: int, out: int, out_stride: int, stream: int | None = None
+    ) -> None:
         """As for `Prepared`."""
         at = self.rows, self.columns, 2 * x_stride, self.box
         activations = tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128)
         args = (activations, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.block, args, self.smem, self.cluster)
+        self.kernel(self.grid, self.block, args, self.smem, self.cluster, stream)
 
 
 def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:

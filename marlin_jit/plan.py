@@ -600,6 +600,9 @@ def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
     blocks_of_k = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
     for split in range(1, min(8, blocks_of_k) + 1):
         for shape in decode_shapes(problem, split):
+            columns = _ceil_div(problem.padded_n, CHUNK_N * shape.chunks)
+            if columns * (split - 1) >= limits.sm_count:
+                continue  # a smaller split keeps every SM busy
             plan = decode_plan(shape, split, problem, limits)
             if plan is not None:
                 yield plan

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from marlin_jit._array import Array
 from marlin_jit.device import current_order
 from marlin_jit.launch import Prepared
@@ -27,7 +29,11 @@ class Repeat:
 
     prepared: Prepared
     device: int  # which is then the current one
+    dtype: Any
     out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    x_bytes: int
+    out_bytes: int
     taken: Any  # what it counts as in `marlin_jit.stats_by_shape`
 
 
@@ -35,13 +41,15 @@ def remember(
     x: Array, w: MarlinWeight, bias: Array | None, gated: int, prepared: Prepared, taken: Any
 ) -> None:
     """Keep a launch that just went well, if calls like it can be told by `again`."""
-    if not _plain(x, x.data.device_id, x.dtype) or w.K % 8 or w.perm is not None:
+    if w.K % 8 or w.perm is not None or x.data.ptr % 16 or not x.flags.c_contiguous:
         return
     if len(w.repeats) >= _MOST:
         w.repeats.clear()
     columns = gated or w.N
-    out_shape = (*x.shape[:-1], columns)
-    w.repeats[_key(x, bias, gated)] = Repeat(prepared, x.data.device_id, out_shape, taken)
+    out = np.empty((*x.shape[:-1], columns), np.uint16)
+    likes = x.data.device_id, x.dtype, out.shape, out.strides, x.nbytes, out.nbytes
+    key = x.shape, x.strides, bias is None, gated, *current_order(sys.modules["cupy"])
+    w.repeats[key] = Repeat(prepared, *likes, taken)
 
 
 def again(
@@ -51,44 +59,46 @@ def again(
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or type(x) is not cupy.ndarray:
         return None
-    repeat = w.repeats.get(_key(x, bias, gated))
+    # Calls of one key differ in addresses alone. Scratch memory belongs to a device and stream.
+    order = current_order(cupy)
+    repeat = w.repeats.get((x.shape, x.strides, bias is None, gated, *order))
     if repeat is None:
         return None
-    device, dtype, columns = repeat.device, w.dtype, repeat.out_shape[-1]
-    if not _plain(x, device, dtype):
+    device, dtype = repeat.device, repeat.dtype
+    start = _plain_address(x, device, dtype)
+    if start is None:
         return None
-    bias_address = 0
+    columns, bias_start = repeat.out_shape[-1], 0
     if bias is not None:
         if type(bias) is not cupy.ndarray or bias.shape != (columns,):
             return None
         if not bias.flags.c_contiguous or bias.dtype != dtype or bias.data.device_id != device:
             return None
-        bias_address = bias.data.ptr
+        bias_start = bias.data.ptr
     if out is None:
         out = cupy.empty(repeat.out_shape, dtype)
+        to = out.data.ptr
     else:
-        if type(out) is not cupy.ndarray or out.shape != repeat.out_shape or not _plain(out, device, dtype):
+        if (
+            type(out) is not cupy.ndarray
+            or out.shape != repeat.out_shape
+            or out.strides != repeat.out_strides
+        ):
             return None
-        if _overlap(out, x) or (bias is not None and _overlap(out, bias)):
+        to = _plain_address(out, device, dtype)
+        if to is None:
             return None
-    repeat.prepared(x.data.ptr, w.K, bias_address, out.data.ptr, columns)
+        end = to + repeat.out_bytes
+        if (to < start + repeat.x_bytes and start < end) or (
+            bias is not None and to < bias_start + bias.nbytes and bias_start < end
+        ):
+            return None  # they overlap
+    repeat.prepared(start, w.K, bias_start, to, columns, order[1])
     return out, repeat
 
 
-def _key(x: Array, bias: Array | None, gated: int) -> tuple[Any, ...]:
-    """Calls of one key differ in addresses alone. Scratch memory belongs to a device and stream."""
-    return x.shape, bias is None, gated, *current_order(sys.modules["cupy"])
-
-
-def _plain(array: Array, device: int, dtype: Any) -> bool:
-    """Whether kernels read (or write) an array as it is: contiguous, on a 16-byte boundary."""
+def _plain_address(array: Array, device: int, dtype: Any) -> int | None:
+    """Where an array begins, if kernels read (or write) it there: on a 16-byte boundary."""
     data = array.data
-    return bool(
-        array.flags.c_contiguous and data.ptr % 16 == 0 and data.device_id == device and array.dtype == dtype
-    )
-
-
-def _overlap(a: Array, b: Array) -> bool:
-    """Whether contiguous arrays share memory."""
-    a_start, b_start = a.data.ptr, b.data.ptr
-    return bool(a_start < b_start + b.nbytes and b_start < a_start + a.nbytes)
+    address: int = data.ptr
+    return None if address % 16 or data.device_id != device or array.dtype != dtype else address

@@ -25,6 +25,7 @@ class Fake:
 
     def __init__(self, shape: tuple[int, ...], ptr: int = 1 << 20, dtype: Any = FP16) -> None:
         self.shape, self.dtype = shape, np.dtype(dtype)
+        self.strides = np.empty(shape, self.dtype).strides
         self.nbytes = int(np.prod(shape)) * self.dtype.itemsize
         self.flags = SimpleNamespace(c_contiguous=True)
         self.data = SimpleNamespace(ptr=ptr, device_id=0)
@@ -36,7 +37,7 @@ class World:
     def __init__(self) -> None:
         self.device, self.stream = 0, 7
         self.launches: list[tuple[int, ...]] = []
-        self.prepared = lambda *arguments: self.launches.append(arguments)
+        self.prepared = self.launched
         runtime = SimpleNamespace(getDevice=lambda: self.device)
         get_current_stream = lambda: SimpleNamespace(ptr=self.stream)  # noqa: E731
         self.cupy = SimpleNamespace(
@@ -44,6 +45,10 @@ class World:
             cuda=SimpleNamespace(runtime=runtime, get_current_stream=get_current_stream),
             empty=lambda shape, dtype: Fake(shape, 1 << 30, dtype),
         )
+
+    def launched(self, *arguments: int) -> None:
+        assert arguments[-1] == self.stream
+        self.launches.append(arguments[:-1])
 
 
 @pytest.fixture
@@ -101,7 +106,7 @@ def changed(array: Fake, **what: Any) -> Fake:
     return array
 
 
-STRIDED = SimpleNamespace(c_contiguous=False)
+STRIDED = {"flags": SimpleNamespace(c_contiguous=False), "strides": (4096, 4)}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ STRIDED = SimpleNamespace(c_contiguous=False)
         {"ptr": (1 << 20) + 8},
         {"device_id": 1},
         {"dtype": np.dtype(np.float32)},
-        {"flags": STRIDED},
+        STRIDED,
     ],
 )
 def test_arrays_that_are_not_plain_go_the_long_way(world: World, w: Any, what: dict[str, Any]) -> None:
