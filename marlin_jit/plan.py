@@ -535,8 +535,10 @@ def decode_max_rows(group_size: int) -> int:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether there is a build of decode.cu for a problem."""
-    return problem.m <= decode_max_rows(problem.group_size)
+    """Whether there is a build of decode.cu for a problem; it counts bytes of scales in 32 bits."""
+    groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
+    fits = 2 * (groups + DECODE_BLOCK_K) * problem.padded_n < 2**32
+    return fits and problem.m <= decode_max_rows(problem.group_size)
 
 
 def decode_build(problem: Problem) -> Build:

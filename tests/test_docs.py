@@ -133,7 +133,7 @@ def test_explanation_is_what_explain_prints(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def variables_read(tree: ast.Module) -> Iterator[str]:
-    """Names that a module asks ``os.environ`` for, spelled out or as a constant of the module."""
+    """Names that a module asks the environment for, spelled out or as a constant of the module."""
     constants = {
         target.id: node.value.value
         for node in tree.body
@@ -142,7 +142,7 @@ def variables_read(tree: ast.Module) -> Iterator[str]:
         if isinstance(target, ast.Name)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "value_of"):
             asked = node.args[0]
         elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             asked = node.slice

@@ -620,13 +620,13 @@ class FakeDriver:
             )
         )
 
-    def launch(self, function: int, device: int, *arguments: Any, overlap: bool, cluster: int) -> None:
+    def launch(self, function: int, device: int, *arguments: Any) -> None:
         assert (function, device) == (4096, self.device)
         if arguments[2] > 227 * 1024:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
         if -1 in arguments[5]:
             raise struct.error("argument out of range")
-        self.launches.append((*arguments, overlap, cluster))
+        self.launches.append(arguments)
 
 
 @pytest.fixture
