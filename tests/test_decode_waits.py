@@ -1,8 +1,8 @@
 """marlin_decode in machine code: a warp waits for its weights before it asks for the next block's.
 
-Loads are waited for by counters, and all loads of weights share one (docs/notes/decode.md). A wait right after
-the next block's loads would wait for them too, a whole latency of memory for every block of k. It would still be
-right, only 20% slower, and a change of the compiler's mind could bring it back.
+Loads are waited for by counters, and all loads of weights share one (docs/notes/decode.md). A wait right
+after the next block's loads would wait for them too, a whole latency of memory for every block of k. It
+would still be right, only 20% slower, and a change of the compiler's mind could bring it back.
 """
 
 from __future__ import annotations
