@@ -142,7 +142,11 @@ def variables_read(tree: ast.Module) -> Iterator[str]:
         if isinstance(target, ast.Name)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "value_of"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "os.environ.get",
+            "os.getenv",
+            "value_of",
+        ):
             asked = node.args[0]
         elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
             asked = node.slice
