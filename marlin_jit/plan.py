@@ -633,8 +633,9 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
         # Unpacking and products overlap, but not completely. An instruction takes its time for few rows too.
-        # The largest tile's four stages are few.
+        # The largest tile's four stages are few; half a vector at a time is read less well than a whole one.
         chunk = 0.104 + 0.002 * max(24, tile.m_tile) + (0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0)
+        chunk += 0.005 if tile.n_tile == 256 and tile.slabs < 4 else 0.0
         return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
@@ -672,7 +673,7 @@ def _gemm_microseconds(
     lead = (units - sharers * each) * unit * resident if each else 0.0
     if hopper:
         # More blocks wait longer for the first bytes, and every further tile begins anew.
-        took = 0.7 + 2.1 * min(1.0, grid / limits.sm_count) + work
+        took = 1.7 + 1.1 * min(1.0, grid / limits.sm_count) + work
         turns = _ceil_div(tiles - split_tiles, grid)
         if not split_tiles:
             return took + 1.9 * (turns - 1)

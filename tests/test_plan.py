@@ -441,6 +441,19 @@ def test_invariant_plans_cut_k_alike(problem: Problem, device: tuple[str, Limits
     assert {p.build for p in found} <= set(launch.all_builds(device[0]))
 
 
+@settings(max_examples=150, deadline=None)
+@given(problems(max_n=60000, max_k=20000), devices)
+def test_larger_layers_do_not_take_much_less_time(problem: Problem, device: tuple[str, Limits]) -> None:
+    """Twice the columns, or twice the k: what the larger one does includes the smaller one; hence 15%."""
+    assume(problem.group_size != -1 or problem.padded_k % 128 == 0)  # fewer tiles than for twice the k
+    time = plan.choose(problem, device[1]).microseconds
+    for larger in (
+        replace(problem, padded_n=2 * problem.padded_n),
+        replace(problem, padded_k=2 * problem.padded_k),
+    ):
+        assert plan.choose(larger, device[1]).microseconds >= 0.85 * time
+
+
 def test_few_rows_are_decoded_and_many_are_not() -> None:
     def name(m: int) -> str:
         return plan.choose(Problem(m, 4096, 4096, 128, Zeros.NONE, False), H200).build.name
