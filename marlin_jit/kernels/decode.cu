@@ -1,4 +1,4 @@
-// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 16, bound by reading W once. `gated` as in marlin.cu.
+// marlin_decode: C[M, N] = A[M, K] @ W[K, N] (+ bias) for M <= 24, bound by reading W once. `gated` as in marlin.cu.
 //
 // What is computed. The same transposed product and fragments as marlin.cu, but scales act on float32 sums: within a
 // group the mma adds exact integers q - 8 (or q - z, z an integer zero point) times A, then acc += scale * sum. A real
@@ -16,7 +16,7 @@
 // column's warps, in all its blocks, each takes `share` blocks of 128 k, and the first `extra` of them one more.
 //
 // Build constants: BF16, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero
-// points), M_BLOCKS (1, 2: M <= 8, 16), MAX_WARPS (of a block; bounds the registers).
+// points), M_BLOCKS (1, 2, 3: M <= 8, 16, 24), MAX_WARPS (of a block; bounds the registers).
 #include "layout.cuh"
 #include "numeric.cuh"
 
