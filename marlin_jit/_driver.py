@@ -69,6 +69,7 @@ class _State:
         self.attributes = ctypes.create_string_buffer(2 * _ATTRIBUTE.size)
         _ATTRIBUTE.pack_into(self.attributes, 0, _ATTRIBUTE_OVERLAP, 1, 0, 0)
         self.attributes_address = ctypes.addressof(self.attributes)
+        self.cluster = 0  # that the second one says
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.config_address = ctypes.addressof(self.config)
         self.arguments: dict[str, _Arguments] = {}
@@ -139,7 +140,9 @@ def launch(
     arguments.packing.pack_into(arguments.buffer, 0, *values)
     attributes, count = mine.attributes_address, int(overlap)
     if cluster > 1:
-        _ATTRIBUTE.pack_into(mine.attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
+        if cluster != mine.cluster:
+            _ATTRIBUTE.pack_into(mine.attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
+            mine.cluster = cluster
         attributes += 0 if overlap else _ATTRIBUTE.size
         count += 1
     _CONFIG.pack_into(mine.config, 0, *grid, *block, 1, smem, stream, attributes, count)

@@ -101,7 +101,7 @@ def dispatch_enabled() -> bool:
 
 # ---- what was done --------------------------------------------------------------------------------------
 
-_taken: Counter[Taken] = Counter()
+_taken: dict[Taken, list[int]] = {}  # how often, in a list of one, which repeated calls hold on to
 _refused: dict[tuple[Any, ...], str] = {}
 _lock = threading.Lock()
 
@@ -130,26 +130,28 @@ def stats_by_shape() -> dict[Taken, int]:
     N is that of the weight: of gate and up together where `matmul_swiglu` was called.
     """
     with _lock:
-        return dict(_taken)
+        return {taken: count for taken, (count,) in _taken.items() if count}
 
 
 def reset_stats() -> None:
     """Start counting anew. What was refused stays refused."""
     with _lock:
-        _taken.clear()
+        for count in _taken.values():
+            count[0] = 0
 
 
-def _taken_by(path: str, call: Call) -> Taken:
+def _count_of(path: str, call: Call) -> list[int]:
     w = call.weight
-    return Taken(path, call.rows, w.N, w.K, w.group_size)
+    with _lock:
+        return _taken.setdefault(Taken(path, call.rows, w.N, w.K, w.group_size), [0])
 
 
 def _record(path: str, call: Call) -> None:
-    w, taken = call.weight, _taken_by(path, call)
+    w, count = call.weight, _count_of(path, call)
     with _lock:
         first = path not in _logged
         _logged.add(path)
-        _taken[taken] += 1
+        count[0] += 1
     if first:
         logger.info("first dispatch: %s, M=%d N=%d K=%d group=%d", path, call.rows, w.N, w.K, w.group_size)
 
@@ -368,7 +370,7 @@ def _marlin(call: Call, out: Array) -> None:
     assert isinstance(w, MarlinWeight)
     prepared = launch.marlin(call.plan, call.x_aligned, w, call.bias, _matrix(out), gated=bool(call.gated))
     if call.path is None:
-        repeat.remember(call.x, w, call.bias, call.gated, prepared, _taken_by("marlin", call))
+        repeat.remember(call.x, w, call.bias, call.gated, prepared, _count_of("marlin", call))
 
 
 def _marlin_pair_gates(call: Call) -> Gates:
@@ -526,9 +528,10 @@ def _again(x: Any, w: MarlinWeight, bias: Any, out: Any, gated: int) -> Array | 
         return None  # the long way says what to do
     if done is None:
         return None
+    y, count = done
     with _lock:
-        _taken[done[1].taken] += 1
-    return done[0]
+        count[0] += 1
+    return y
 
 
 def matmul_swiglu(x: Any, w: GateUpWeight, out: Array | None = None, *, path: str | None = None) -> Array:

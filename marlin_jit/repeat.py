@@ -34,11 +34,11 @@ class Repeat:
     out_strides: tuple[int, ...]
     x_bytes: int
     out_bytes: int
-    taken: Any  # what it counts as in `marlin_jit.stats_by_shape`
+    count: list[int]  # how often `marlin_jit.stats_by_shape` says it was done
 
 
 def remember(
-    x: Array, w: MarlinWeight, bias: Array | None, gated: int, prepared: Prepared, taken: Any
+    x: Array, w: MarlinWeight, bias: Array | None, gated: int, prepared: Prepared, count: list[int]
 ) -> None:
     """Keep a launch that just went well, if calls like it can be told by `again`."""
     if w.K % 8 or w.perm is not None or x.data.ptr % 16 or not x.flags.c_contiguous:
@@ -49,13 +49,13 @@ def remember(
     out = np.empty((*x.shape[:-1], columns), np.uint16)
     likes = x.data.device_id, x.dtype, out.shape, out.strides, x.nbytes, out.nbytes
     key = x.shape, x.strides, bias is None, gated, *current_order(sys.modules["cupy"])
-    w.repeats[key] = Repeat(prepared, *likes, taken)
+    w.repeats[key] = Repeat(prepared, *likes, count)
 
 
 def again(
     x: Array, w: MarlinWeight, bias: Array | None, out: Array | None, gated: int
-) -> tuple[Array, Repeat] | None:
-    """Launch as before and return the output; None if there was no such call before."""
+) -> tuple[Array, list[int]] | None:
+    """Launch as before; the output, and the count to raise. None if there was no such call before."""
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or type(x) is not cupy.ndarray:
         return None
@@ -94,7 +94,7 @@ def again(
         ):
             return None  # they overlap
     repeat.prepared(start, w.K, bias_start, to, columns, order[1])
-    return out, repeat
+    return out, repeat.count
 
 
 def _plain_address(array: Array, device: int, dtype: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from importlib import import_module
 
 import numpy as np
@@ -24,7 +23,7 @@ def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(engine.SWITCH, raising=False)
     monkeypatch.delenv(rounding.SWITCH, raising=False)
     monkeypatch.setattr(engine, "_enabled", None)
-    monkeypatch.setattr(engine, "_taken", Counter())
+    monkeypatch.setattr(engine, "_taken", {})
     monkeypatch.setattr(engine, "_refused", {})
     monkeypatch.setattr(engine, "_logged", set())
 
