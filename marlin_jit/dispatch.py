@@ -75,9 +75,9 @@ _batch_invariant_always = False
 def set_batch_invariant(enabled: bool) -> None:
     """Let every product on a GPU take the path ``batch_invariant``, in the whole process, or no longer.
 
-    A row of the result then has the same bits whatever the other rows are and however many. It costs little
-    for few rows, and products of many take several times as long (docs/performance.md). Where that path
-    cannot be taken it is `native`, which is batch-invariant too.
+    A row of the result then has the same bits whatever the other rows are and however many. The weight is
+    read and unpacked anew for every few rows, so products of many take longer: docs/dispatch.md says for how
+    many, and what else to know. Where that path cannot be taken it is `native`, which is batch-invariant too.
     """
     global _batch_invariant_always
     _batch_invariant_always = _switch(enabled, "batch invariance")

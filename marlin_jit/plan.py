@@ -749,8 +749,10 @@ def choose_invariant(problem: Problem, limits: Limits) -> Plan:
     What a row's sums are made of, in which order, is decode.cu's share of k: that of the best plan for the
     most rows, taken for any number of them.
     """
-    most = replace(problem, m=decode_max_rows(problem.group_size))
-    best = min(_decode_plans(most, limits), key=lambda plan: plan.microseconds)
+    most = decode_max_rows(problem.group_size)
+    if problem.m == most:
+        return min(_decode_plans(problem, limits), key=lambda plan: plan.microseconds)
+    best = choose_invariant(replace(problem, m=most), limits)
     shape = DecodeShape(best.chunks, best.block[1])
     plan = decode_plan(shape, best.grid[1], problem, limits)
     assert plan is not None, "fewer rows need less shared memory"

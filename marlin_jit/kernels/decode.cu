@@ -35,7 +35,7 @@ constexpr int WARP_BYTES = 2 * BUFFER;
 constexpr int SUM_PITCH = 68;  // floats; lanes of a fragment (row 2t, column g) then meet no bank twice
 static_assert(ROWS * SUM_PITCH * 4 <= WARP_BYTES, "sums take the place of the buffers");
 
-// Keeps the old value where the predicate is false.
+// Weights are read once: no reason to keep them in L1. Keeps the old value where the predicate is false.
 __device__ __forceinline__ void load_stream16_if(Vec4& v, const void* from, bool wanted) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n"
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
         __shared__ uint32_t arrived;
         __syncthreads();
         if (thread == 0) {
-            arrived = count_in_alone(counters + blockIdx.x);
+            arrived = count_in(counters + blockIdx.x);
             if (arrived == gridDim.y - 1) counters[blockIdx.x] = 0;
         }
         __syncthreads();

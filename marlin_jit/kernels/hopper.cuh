@@ -88,10 +88,6 @@ __device__ __forceinline__ void load_shared(uint32_t (&to)[2], uint32_t from) {
 }
 __device__ __forceinline__ void load_shared(uint32_t (&to)[4], uint32_t from) { load_shared16(to, from); }
 
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
 // Stores 8x8 matrices of 16-bit elements transposed: what lanes hold as row r becomes column r. Lane i of each group of
 // eight gives the address of row i as it is stored.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&r)[4]) {

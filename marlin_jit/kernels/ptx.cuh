@@ -80,14 +80,6 @@ __device__ __forceinline__ void store_cluster(uint32_t, const Float4&) {}
 // Asks L2 for the 128 bytes at an address, and goes on.
 __device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Weights are read once: no reason to keep them in L1.
-__device__ __forceinline__ Vec4 load_stream16(const void* from) {
-    Vec4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
-    return v;
-}
 // Data another block wrote during this launch: past L1.
 __device__ __forceinline__ Float4 load_l2(const Float4* from) {
     Float4 v;
@@ -102,16 +94,13 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
 }
-// Counts this block in and returns, in thread 0, how many came before it: what any of the block's threads wrote before
-// the barrier is seen by a block that finds the count, and what the blocks before wrote is seen after the next barrier.
-__device__ __forceinline__ uint32_t count_in_alone(uint32_t* counter) {  // the one thread, between two barriers
+// Counts this block in and returns how many came before it. One thread calls it, between two barriers: what any of the
+// block's threads wrote before the first is seen by a block that finds the count, and what the blocks before wrote is
+// seen after the second.
+__device__ __forceinline__ uint32_t count_in(uint32_t* counter) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
-}
-__device__ __forceinline__ uint32_t count_in(uint32_t* counter) {
-    __syncthreads();
-    return threadIdx.x == 0 ? count_in_alone(counter) : 0;
 }
 __device__ __forceinline__ void load_shared16(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -118,7 +118,7 @@ __device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], Float4*
 #pragma unroll
         for (int i = 0; i < COUNT; i++) mine[i * THREADS] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
         Threads::sync();
-        if (threadIdx.x == 0) arrived = count_in_alone(counter);
+        if (threadIdx.x == 0) arrived = count_in(counter);
         Threads::sync();
         if (arrived != sharing.count - 1) return false;
     }

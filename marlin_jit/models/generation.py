@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import marlin_jit as mj
+from marlin_jit._array import as_integer
 
 from . import ops
 from .cache import KVCache
@@ -278,13 +279,6 @@ def check_quantized(model: Model) -> None:
             f"{dense[0]} is dense, and CuPy's products of dense arrays cannot be captured into a CUDA "
             "graph: call marlin_jit.models.pack_model(model) first"
         )
-
-
-def as_integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise mj.DTypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import marlin_jit as mj
-
-from .generation import as_integer
+from marlin_jit._array import as_integer
 
 if TYPE_CHECKING:
     from .llama import Model

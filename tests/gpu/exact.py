@@ -90,6 +90,33 @@ def random_weight(
     return QuantWeight.from_zero_points(q, scale, points, group_size)
 
 
+def exact_weight(
+    rng: np.random.Generator, K: int, N: int, group_size: int, dtype: Any, *, exponents: tuple[int, int]
+) -> tuple[QuantWeight, Any]:
+    """A weight with integer zero points on the GPU, and its values in float64 (NumPy).
+
+    Scales are powers of two, of exponents from the first to below the second: products with `exact_rows` are
+    sums without rounding.
+    """
+    import cupy
+
+    groups = 1 if group_size == -1 else K // group_size
+    q = rng.integers(0, 16, (K, N), dtype=np.uint8)
+    scale = (2.0 ** rng.integers(*exponents, (groups, N))).astype(np.float32)
+    points = rng.integers(0, 16, (groups, N), dtype=np.uint8)
+    wide_scale, wide_points = (np.repeat(v.astype(np.float64), K // groups, axis=0) for v in (scale, points))
+    given = (cupy.asarray(v) for v in (q, scale.astype(dtype), points))
+    return QuantWeight.from_zero_points(*given, group_size), (q - wide_points) * wide_scale
+
+
+def exact_rows(rng: np.random.Generator, M: int, K: int, dtype: Any) -> tuple[Any, Any]:
+    """Activations in {-1, 0, 1} on the GPU, and the same in float64 (NumPy)."""
+    import cupy
+
+    a = rng.integers(-1, 2, (M, K)).astype(np.float64)
+    return cupy.asarray(a.astype(np.float32).astype(dtype)), a
+
+
 def matrix(array: Any) -> Matrix:
     """An array of rows as launchers take it."""
     return Matrix(array.data.ptr, array.strides[0] // 2, *array.shape)

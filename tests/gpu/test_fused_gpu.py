@@ -8,7 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import matrix, poisoned, product, random_rows, random_weight, relative_error, weight64
+from exact import (
+    exact_rows,
+    exact_weight,
+    matrix,
+    poisoned,
+    product,
+    random_rows,
+    random_weight,
+    relative_error,
+    weight64,
+)
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
@@ -20,20 +30,9 @@ FP16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 EXP = 2.0**-20
 """Relative error of silu in float32: the hardware's exponential and division, generously."""
 HALF_ULP = {FP16: 2.0**-11, BF16: 2.0**-8}
+EXPONENTS = -6, -3
 
 pytestmark = pytest.mark.usefixtures("fresh_dispatch")
-
-
-def integers(rng: np.random.Generator, K: int, N: int, group: int, dtype: Any) -> tuple[Any, np.ndarray]:
-    """A weight whose products with {-1, 0, 1} are exact in float32, and its values times 64."""
-    groups = 1 if group == -1 else K // group
-    q, points = rng.integers(0, 16, (K, N), np.uint8), rng.integers(0, 16, (groups, N), np.uint8)
-    exponent = rng.integers(-6, -3, (groups, N))
-    scale = (2.0**exponent).astype(np.float32).astype(dtype)
-    qw = mj.QuantWeight.from_zero_points(*(cp.asarray(v) for v in (q, scale, points)), group)
-    size = K // groups
-    shift = np.repeat(exponent + 6, size, axis=0)
-    return qw, (q.astype(np.int64) - np.repeat(points.astype(np.int64), size, axis=0)) << shift
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
@@ -42,12 +41,13 @@ def integers(rng: np.random.Generator, K: int, N: int, group: int, dtype: Any) -
 def test_every_plan_activates_exact_sums(M: int, group: int, dtype: Any, rng: np.random.Generator) -> None:
     """Sums are exact, so what is left is silu's own error and one rounding. N fits no tile."""
     for K, N in ((1024, 356), (2048, 160)):
-        (gate, gate64), (up, up64) = (integers(rng, K, N, group, dtype) for _ in range(2))
+        (gate, gate64), (up, up64) = (
+            exact_weight(rng, K, N, group, dtype, exponents=EXPONENTS) for _ in range(2)
+        )
         w = mj.pack_gate_up(gate, up)
-        a = rng.integers(-1, 2, (M, K))
-        g, u = (a @ gate64) / 64, (a @ up64) / 64
+        x, a = exact_rows(rng, M, K, dtype)
+        g, u = a @ gate64, a @ up64
         exact = g / (1 + np.exp(-g)) * u
-        x = cp.asarray(a.astype(np.float32).astype(dtype))
         limits = launch.limits_of(current_device())
         problem = launch.problem_of(M, w.packed, asymmetric=True)
         for zeros in (plan.Zeros.DELTAS, plan.Zeros.POINTS):
@@ -101,13 +101,12 @@ def test_the_fp16_cache_activates_too(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("M", [1, 16, 65])
 def test_columns_side_by_side_are_the_products_side_by_side(M: int, rng: np.random.Generator) -> None:
     """Exact sums do not depend on how the plan splits K."""
-    parts = [integers(rng, 576, N, 32, FP16) for N in (576, 192, 192)]
+    parts = [exact_weight(rng, 576, N, 32, FP16, exponents=EXPONENTS) for N in (576, 192, 192)]
     w = mj.concatenate([mj.pack(qw) for qw, _ in parts])
-    a = rng.integers(-1, 2, (M, 576))
-    x = cp.asarray(a.astype(np.float16))
+    x, a = exact_rows(rng, M, 576, FP16)
     expected = np.concatenate([mj.matmul(x, mj.pack(qw)).get() for qw, _ in parts], axis=1)
     assert np.array_equal(mj.matmul(x, w).get(), expected)
-    exact = np.concatenate([(a @ wide) / 64 for _, wide in parts], axis=1)
+    exact = np.concatenate([a @ values for _, values in parts], axis=1)
     assert np.array_equal(expected, exact.astype(np.float16))
 
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import matrix, poisoned, product, random_rows, random_weight, relative_error, weight64
+from exact import (
+    exact_rows,
+    exact_weight,
+    matrix,
+    poisoned,
+    product,
+    random_rows,
+    random_weight,
+    relative_error,
+    weight64,
+)
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
@@ -84,26 +94,15 @@ def every_plan(problem: plan.Problem) -> list[plan.Plan]:
 @pytest.mark.parametrize("M", [5, 13, 30, 100, 300])
 def test_every_plan_is_exact_on_integers(M, group, dtype, rng):
     """A in {-1, 0, 1}, scales and deltas powers of two: float32 sums are exact, so is the rounded result."""
-    import cupy
-
     for K, N in ((1024, 704), (2048 + 64, 320)):
         if group == 128 and K % 128:
             continue
-        groups = 1 if group == -1 else K // group
-        q = rng.integers(0, 16, (K, N), dtype=np.uint8)
-        exponent = rng.integers(-3, 3, (groups, N))
-        scale = (2.0**exponent).astype(np.float32).astype(dtype)
-        points = rng.integers(0, 16, (groups, N), dtype=np.uint8)
-        a = rng.integers(-1, 2, (M, K))
-        size = K // groups
-        centered = q.astype(np.int64) - np.repeat(points.astype(np.int64), size, axis=0)
-        wide = centered * (1 << (np.repeat(exponent, size, axis=0) + 3))
-        exact = (a @ wide).astype(np.float64) / 8
+        qw, values = exact_weight(rng, K, N, group, dtype, exponents=(-3, 3))
+        x, a = exact_rows(rng, M, K, dtype)
+        exact = a @ values
         expected = exact.astype(np.float32).astype(dtype)
         assert np.abs(exact).max() < 2**16
-        qw = mj.QuantWeight.from_zero_points(*(cupy.asarray(v) for v in (q, scale, points)), group)
         w = mj.pack(qw)
-        x = cupy.asarray(a.astype(np.float32).astype(dtype))
         problem = launch.problem_of(M, w, asymmetric=True)
         assert problem.zeros == plan.Zeros.POINTS
         for p in [*every_plan(problem), *every_plan(replace(problem, zeros=plan.Zeros.DELTAS))]:

@@ -7,7 +7,17 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import matrix, poisoned, product, random_rows, random_weight, relative_error, weight64
+from exact import (
+    exact_rows,
+    exact_weight,
+    matrix,
+    poisoned,
+    product,
+    random_rows,
+    random_weight,
+    relative_error,
+    weight64,
+)
 
 import marlin_jit as mj
 from marlin_jit import launch, plan
@@ -63,21 +73,10 @@ def wgmma_plans(problem: plan.Problem) -> list[plan.Plan]:
 
 def integers(rng, M, K, N, group, dtype):
     """Activations in {-1, 0, 1}, scales powers of two: every sum is exact. (x, weight, expected output)."""
-    import cupy
-
-    groups = 1 if group == -1 else K // group
-    q = rng.integers(0, 16, (K, N), dtype=np.uint8)
-    exponent = rng.integers(-3, 3, (groups, N))
-    scale = (2.0**exponent).astype(np.float32).astype(dtype)
-    points = rng.integers(0, 16, (groups, N), dtype=np.uint8)
-    a = rng.integers(-1, 2, (M, K))
-    size = K // groups
-    centered = q.astype(np.int64) - np.repeat(points.astype(np.int64), size, axis=0)
-    wide = centered * (1 << (np.repeat(exponent, size, axis=0) + 3))
-    exact = (a @ wide).astype(np.float64) / 8
+    qw, values = exact_weight(rng, K, N, group, dtype, exponents=(-3, 3))
+    x, a = exact_rows(rng, M, K, dtype)
+    exact = a @ values
     assert np.abs(exact).max() < 2**15
-    qw = mj.QuantWeight.from_zero_points(*(cupy.asarray(v) for v in (q, scale, points)), group)
-    x = cupy.asarray(a.astype(np.float32).astype(dtype))
     return x, mj.pack(qw), exact.astype(np.float32).astype(dtype)
 
 
