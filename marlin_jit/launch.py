@@ -415,7 +415,7 @@ def all_builds(arch: str) -> list[Build]:
         for group_size in (32, 64, 128, -1):
             builds.append(_sums_build(group_size, bfloat16))
             for zeros in Zeros:
-                problem = Problem(1, 128, 64, group_size, zeros, bfloat16)
+                problem = Problem(1, 256, 64, group_size, zeros, bfloat16)
                 tiles = dict.fromkeys(gemm_tile_shapes(problem, limits))
                 tiles |= dict.fromkeys(gemm_tile_shapes(replace(problem, padded_k=64), limits))
                 for tile in tiles:

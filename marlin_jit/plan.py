@@ -252,13 +252,13 @@ def gemm_plan(
         return None
     stages, _ = fitting
     smem = max(stages * tile.stage_bytes(problem.group_size, problem.zeros), tile.sums_bytes)
-    return _tiled_plan(
-        tile, gemm_build(tile, stages, problem), smem, (grid, split_tiles, each), problem, limits
-    )
+    schedule = grid, split_tiles, each
+    microseconds = _gemm_microseconds(tile, *schedule, problem, limits)
+    return _tiled_plan(tile, gemm_build(tile, stages, problem), smem, schedule, limits, microseconds)
 
 
 def _tiled_plan(
-    tile: Tile, build: Build, smem: int, schedule: tuple[int, int, int], problem: Problem, limits: Limits
+    tile: Tile, build: Build, smem: int, schedule: tuple[int, int, int], limits: Limits, microseconds: float
 ) -> Plan:
     grid, split_tiles, each = schedule
     return Plan(
@@ -270,7 +270,7 @@ def _tiled_plan(
         each=each,
         partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
         counters=split_tiles,
-        microseconds=_gemm_microseconds(tile, grid, split_tiles, each, problem, limits),
+        microseconds=microseconds,
     )
 
 
@@ -388,6 +388,13 @@ class WgmmaTile:
         """Those that multiply, and a warpgroup that copies and passes on its registers."""
         return 128 * (self.wg_n * self.wg_k + 1)
 
+    def scales_sums(self, group_size: int, zeros: Zeros) -> bool:
+        """Whether codes are multiplied as they are, and sums scaled: see wgmma.cu."""
+        if zeros == Zeros.DELTAS or group_size == -1:
+            return zeros != Zeros.DELTAS
+        share = self.k_stage // self.wg_k
+        return self.m_tile * 2 <= group_size and self.m_tile * self.slabs <= 128 and share % group_size == 0
+
     def stage_bytes(self, group_size: int, zeros: Zeros) -> int:
         """Shared memory of a stage: activations, codes, scales and zeros, on a multiple of 1024."""
         rows = 0 if group_size == -1 else max(1, self.k_stage // group_size)
@@ -411,26 +418,25 @@ Tile = GemmTile | WgmmaTile
 
 def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]:
     """The tile shapes for a problem on a device; none but for compute capability 9.0."""
-    if limits.major != 9 or _half_tail(problem):
+    if limits.major != 9:
         return ()
-    # 48 rows and deltas take more registers than two blocks leave.
-    two = 1 if problem.zeros == Zeros.DELTAS else 2
-    return (
-        WgmmaTile(16, 2, 1, 2, 128, 2),
-        WgmmaTile(16, 4, 1, 2, 128, 2),
-        WgmmaTile(32, 2, 1, 2, 128, 2),
-        WgmmaTile(32, 4, 1, 2, 128, 1),
-        WgmmaTile(48, 2, 1, 2, 128, two),
+    shapes = (
+        WgmmaTile(16, 2, 1, 2, 256, 2),
+        WgmmaTile(32, 2, 1, 2, 256, 2),
+        WgmmaTile(48, 2, 1, 2, 256, 1),
         WgmmaTile(48, 2, 2, 1, 128, 1),
-        WgmmaTile(48, 4, 1, 2, 128, 1),
-        WgmmaTile(64, 2, 1, 2, 128, 1),
+        WgmmaTile(64, 2, 1, 2, 256, 1),
         WgmmaTile(64, 2, 2, 1, 128, 1),
-        WgmmaTile(64, 4, 1, 2, 128, 1),
         WgmmaTile(96, 1, 2, 1, 128, 1),
         WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
     )
+    # Codes that are missing from a last stage are 0, not 8. Where the one scale of a column is applied to
+    # sums, they are harmless times activations of zero; where to weights, unless 8 scales overflow float16.
+    if problem.group_size == -1 and problem.zeros == Zeros.DELTAS:
+        return tuple(tile for tile in shapes if problem.padded_k % tile.k_stage == 0)
+    return shapes
 
 
 def wgmma_stages(tile: WgmmaTile, problem: Problem, limits: Limits) -> tuple[int, int] | None:
@@ -471,9 +477,9 @@ def wgmma_plan(
         return None
     stages, _ = fitting
     smem = stages * tile.stage_bytes(problem.group_size, problem.zeros) + _WGMMA_BARRIERS
-    return _tiled_plan(
-        tile, wgmma_build(tile, stages, problem), smem, (grid, split_tiles, each), problem, limits
-    )
+    schedule = grid, split_tiles, each
+    microseconds = _wgmma_microseconds(tile, *schedule, problem, limits)
+    return _tiled_plan(tile, wgmma_build(tile, stages, problem), smem, schedule, limits, microseconds)
 
 
 def _wgmma_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
@@ -632,15 +638,22 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
-        # Unpacking and products overlap, but not completely. An instruction takes its time for few rows too.
-        # The largest tile's four stages are few; half a vector at a time is read less well than a whole one.
-        chunk = 0.104 + 0.002 * max(24, tile.m_tile) + (0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0)
-        chunk += 0.005 if tile.n_tile == 256 and tile.slabs < 4 else 0.0
+        # An instruction takes its time for few rows too; the largest tile's four stages are few.
+        if tile.scales_sums(problem.group_size, problem.zeros):
+            chunk = 0.104 + 0.0011 * tile.m_tile if tile.blocks > 1 else 0.083 + 0.0021 * tile.m_tile
+        else:
+            chunk = 0.104 + 0.002 * max(24, tile.m_tile)
+        chunk += 0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0
         return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
     return chunk * chunks
+
+
+def _both(a: float, b: float) -> float:
+    """Two times that hide behind each other, but not completely."""
+    return math.pow(a**3 + b**3, 1 / 3)
 
 
 def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
@@ -656,35 +669,25 @@ def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: 
     return (resident * split_tiles / grid + turns * resident + uneven) * units
 
 
+def _sharers(grid: int, split_tiles: int, each: int) -> float:
+    """Blocks that share a split tile, on average."""
+    return grid // split_tiles if each else grid / split_tiles + 1
+
+
 def _gemm_microseconds(
-    tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+    tile: GemmTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> float:
-    tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    hopper = isinstance(tile, WgmmaTile)
-    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.947 if hopper else 0.962)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.962)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
     work = max(busiest * unit, _stream_microseconds(problem))
-    # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
-    kilobytes = tile.partial_bytes / 1024
-    sharers = 1.0
-    if split_tiles:
-        sharers = grid // split_tiles if each else grid / split_tiles + 1
-    lead = (units - sharers * each) * unit * resident if each else 0.0
-    if hopper:
-        # More blocks wait longer for the first bytes, and every further tile begins anew.
-        took = 1.7 + 1.1 * min(1.0, grid / limits.sm_count) + work
-        turns = _ceil_div(tiles - split_tiles, grid)
-        if not split_tiles:
-            return took + 1.9 * (turns - 1)
-        took += sharers * (0.45 + 0.012 * kilobytes) - 0.3 + (0.0275 * kilobytes if resident > 1 else 0.0)
-        if each:
-            return took + 0.25 * max(0.0, 3.0 - lead)
-        return took + 1.5 + 1.9 * (split_tiles / grid + turns)
     if not split_tiles:
         return _START + work
+    # Adding the partial sums of the blocks that share a tile: 1 KiB of them is written, and read by the last.
+    kilobytes, sharers = tile.partial_bytes / 1024, _sharers(grid, split_tiles, each)
     exchange = 1.0 + kilobytes * (0.0145 * resident + 0.028 * sharers)
     if each:
+        lead = (gemm_tiles(tile, problem)[1] - sharers * each) * unit * resident
         return _START + work + exchange + 0.2 * max(0.0, 3.0 - lead)
     # Dealt out evenly, most blocks take part in two exchanges, and blocks walk k out of step: what caches
     # cannot hold of the activations is read again.
@@ -692,9 +695,34 @@ def _gemm_microseconds(
     return _START + work + exchange + 2.25 + again
 
 
+_WGMMA_STREAM = 5.9e6  # as _STREAM, seen from grids that overlap
+_WGMMA_TURN = 2.05  # microseconds that a block takes to begin another tile
+
+
+def _wgmma_microseconds(
+    tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
+) -> float:
+    tiles, units = gemm_tiles(tile, problem)
+    resident = _ceil_div(grid, limits.sm_count)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.915)
+    busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
+    # More blocks wait longer for the first bytes; of few nothing was measured.
+    took = 0.95 + 1.97 * min(1.0, max(0.4, grid / limits.sm_count))
+    took += _both(busiest * unit, _stream_microseconds(problem, _WGMMA_STREAM))
+    turns = _ceil_div(tiles - split_tiles, grid)
+    if not split_tiles:
+        return took + _WGMMA_TURN * (turns - 1)
+    kilobytes, sharers = tile.partial_bytes / 1024, _sharers(grid, split_tiles, each)
+    took += sharers * (0.085 + 0.0145 * kilobytes) + (0.031 * kilobytes if resident > 1 else 0.0)
+    if each:
+        lead = (units - sharers * each) * unit * resident
+        return took + 0.31 * max(0.0, 3.0 - lead)
+    return took + 1.2 + _WGMMA_TURN * (split_tiles / grid + turns)
+
+
 # Microseconds that a warp takes for a block of 128 k: alone, and more for each warp of the SM, by row blocks.
 _DECODE_STEP = 0.48
-_DECODE_ISSUE = (0.030, 0.070, 0.127)
+_DECODE_ISSUE = (0.030, 0.066, 0.121)
 _DECODE_ISSUE_ZEROS = {Zeros.NONE: 1.0, Zeros.DELTAS: 1.1, Zeros.POINTS: 1.02}
 _DECODE_STREAM = 4.8e6  # as _STREAM, seen from grids that overlap
 _DECODE_START = 1.8
@@ -710,8 +738,7 @@ def _decode_microseconds(
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
     issue = _DECODE_ISSUE[row_blocks - 1] * _DECODE_ISSUE_ZEROS[problem.zeros]
     pace = steps * (_DECODE_STEP + issue * shape.warps * resident)
-    # Warps that wait for each other and memory that is busy hide behind each other, but not completely.
-    work = math.pow(pace**3 + _stream_microseconds(problem, _DECODE_STREAM) ** 3, 1 / 3)
+    work = _both(pace, _stream_microseconds(problem, _DECODE_STREAM))
     exchange = 0.0
     if split > 1:
         exchange = (

@@ -142,7 +142,7 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
                 memory[at // 2 : at // 2 + 8] = A[m, k0 + 8 * column : k0 + 8 * column + 8]
     assert (memory >= 0).all()
     further = find(r"constexpr int FURTHER = (STEP [^;]*);")[1]
-    assert find(r"product\(slab\(acc, j\), a\[STEP % 2\]\[j\], operand \+ FURTHER / (16)\);")
+    assert find(r"\(slab\(sums\.open\(\), j\), a\[STEP % 2\]\[j\], operand \+ FURTHER / (16)\);")
     used = set()
     for names in warps(c):
         for step in range(c.WG_STEPS):
@@ -156,6 +156,73 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
             assert np.array_equal(memory[at // 2], A[:, k0 : k0 + 16])
             used.add(k0)
     assert used == set(range(0, c.K_STAGE, 16))
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("tile", TILES + SHORT, ids=str)
+def test_each_product_has_its_own_words_and_each_groups_sum_its_own_scale(
+    tile: plan.WgmmaTile, zeros: int, group: int
+) -> None:
+    """`multiply` and `run_units`, statement by statement, on names of steps and groups instead of numbers."""
+    macros = plan.wgmma_build(tile, 4, PROBLEM).defines | {"GROUP": group, "ZEROS": zeros}
+    c = kernel_source.constants("wgmma.cu", macros)
+    begins, ends = (
+        find(rf"bool group_{name}\(int step\) \{{ return ([^;]*);")[1] for name in ("begins", "ends")
+    )
+    scales_sums = bool(kernel_source.value(find(r"SCALES_SUMS = ([^;]*);")[1], vars(c)))
+    assert scales_sums == tile.scales_sums(group or -1, plan.Zeros(zeros))
+    group_sums = scales_sums and group != 0
+    ahead = kernel_source.value(find(r"int AHEAD = ([^;]*);")[1], {"SCALES_SUMS": scales_sums})
+    order = [
+        r"scale\[j\] = f\.scales\.scale\[j\];",
+        r"product<GROUP_SUMS && group_begins\(STEP\)>",
+        r"if \(AHEAD == 1\) fetch_ahead<STEP \+ 1>\(f, unit, w\);",
+        r"weigh_words\(a, \(STEP \+ 1\) % 2, f\);",
+        r"if \(AHEAD == 2\) fetch_ahead<STEP \+ 2>\(f, unit, w\);",
+        r"add_scaled\(sums\.all, sums\.open\(\), scale\);",
+    ]
+    assert [find(one).start() for one in order] == sorted(find(one).start() for one in order)
+
+    units, scaled, weighed = 3, [], {}
+    words, scale_of, scale, open_sum = (-1, -1), None, None, []
+
+    def fetch(unit: int, step: int) -> None:
+        nonlocal words, scale_of
+        words = unit, step
+        if kernel_source.value(begins, vars(c) | {"step": step}):
+            scale_of = (unit * c.STEPS + step) * 16 // group
+
+    def fetch_ahead(unit: int, step: int) -> None:
+        fetch(unit + step // c.WG_STEPS, step % c.WG_STEPS)
+
+    def weigh(which: int) -> None:
+        weighed[which] = words, scale_of
+
+    fetch(0, 0)
+    weigh(0)
+    if ahead == 2:
+        fetch(0, 1)
+    for unit in range(units):
+        for step in range(c.WG_STEPS):
+            names = vars(c) | {"step": step}
+            if group_sums and kernel_source.value(begins, names):
+                scale, open_sum = scale_of, []
+            of_words, of_scale = weighed[step % 2]
+            assert of_words == (unit, step)
+            mine = (unit * c.STEPS + step) * 16 // group if group else None
+            assert group_sums or group == 0 or of_scale == mine
+            open_sum.append(mine)
+            if ahead == 1:
+                fetch_ahead(unit, step + 1)
+            weigh((step + 1) % 2)
+            if ahead == 2:
+                fetch_ahead(unit, step + 2)
+            if group_sums and kernel_source.value(ends, names):
+                assert set(open_sum) == {scale}
+                scaled += open_sum
+                open_sum = []
+    assert not group_sums or len(scaled) == units * c.WG_STEPS
 
 
 # ---- sums and the way out -------------------------------------------------------------------------------
@@ -358,17 +425,22 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
         at, tell_parity = [0, 0], 0
         for piece, units in enumerate(pieces):
             read = None
+            while not full[at[0]].passed(at[1]):
+                yield False
             for unit in range(units):
-                while not full[at[0]].passed(at[1]):
-                    yield False
                 assert content[at[0]] == (piece, unit)
                 yield True
                 if read is not None:
                     empty[read].arrive()
                 read = at[0]
-                assert content[read] == (piece, unit)
                 advance(at)
                 yield True
+                if unit + 1 < units:  # words of the next unit are taken before this one's last products
+                    while not full[at[0]].passed(at[1]):
+                        yield False
+                    assert content[at[0]] == (piece, unit + 1)
+                    yield True
+                assert content[read] == (piece, unit)
             empty[read].arrive()
             leaving[0] += 1
             yield True

@@ -86,7 +86,6 @@ __device__ __forceinline__ void load_shared(uint32_t (&to)[1], uint32_t from) {
 __device__ __forceinline__ void load_shared(uint32_t (&to)[2], uint32_t from) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
 }
-__device__ __forceinline__ void load_shared(uint32_t (&to)[4], uint32_t from) { load_shared16(to, from); }
 
 // Stores 8x8 matrices of 16-bit elements transposed: what lanes hold as row r becomes column r. Lane i of each group of
 // eight gives the address of row i as it is stored.
@@ -128,7 +127,7 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
     return static_cast<uint64_t>(address >> 4) | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLE_128 << 62;
 }
 
-// d += a (64 x 16: of each warp's 16 rows four registers a lane, as in m16n8k16) * b (16 x 16, 32, 48, 64, 96 or 128), in float32.
+// d += a, or d = a where `FRESH` (64 x 16: of each warp's 16 rows four registers a lane, as in m16n8k16) * b (16 x 16, 32, 48, 64, 96 or 128), in float32.
 // d[4i .. 4i+3] is rows g, g, g+8, g+8 and columns 8i + 2t, 8i + 2t + 1, and again.
 #if BF16
 #define PRODUCT_TYPES ".f32.bf16.bf16 "
@@ -138,60 +137,66 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n16k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %13, 0;\n wgmma.mma_async.sync.aligned.m64n16k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7"
         "}, {%8,%9,%10,%11}, %12, add, 1, 1, 0;\n}"
         : EIGHT(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n32k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %21, 0;\n wgmma.mma_async.sync.aligned.m64n32k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
         "}, {%16,%17,%18,%19}, %20, add, 1, 1, 0;\n}"
         : SIXTEEN(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[24], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n48k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %29, 0;\n wgmma.mma_async.sync.aligned.m64n48k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23"
         "}, {%24,%25,%26,%27}, %28, add, 1, 1, 0;\n}"
         : SIXTEEN(0), EIGHT(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n64k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %37, 0;\n wgmma.mma_async.sync.aligned.m64n64k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
         "}, {%32,%33,%34,%35}, %36, add, 1, 1, 0;\n}"
         : SIXTEEN(0), SIXTEEN(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[48], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n96k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %53, 0;\n wgmma.mma_async.sync.aligned.m64n96k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
         "}, {%48,%49,%50,%51}, %52, add, 1, 1, 0;\n}"
         : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
+template <bool FRESH>
 __device__ __forceinline__ void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "{\n .reg .pred add;\n setp.ne.b32 add, 1, 0;\n wgmma.mma_async.sync.aligned.m64n128k16" PRODUCT_TYPES "{"
+        "{\n .reg .pred add;\n setp.eq.b32 add, %69, 0;\n wgmma.mma_async.sync.aligned.m64n128k16" PRODUCT_TYPES "{"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
         "}, {%64,%65,%66,%67}, %68, add, 1, 1, 0;\n}"
         : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
 #undef SIXTEEN
 #undef EIGHT

@@ -415,9 +415,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncthreads();
                 last = arrived == sharing.count - 1;
             }
+            if (!hand_in<Block>(sums, arrived, partials, counter, deal, sharing, piece.tile, last)) continue;
             Float4* saved = reinterpret_cast<Float4*>(smem) + thread_anew();
-            if (!sum_over_blocks<Block, FLIGHT>(sums, saved, arrived, partials, counter, deal, sharing, piece.tile, last))
-                continue;
+            add_up<Block, FLIGHT>(sums, saved, partials, deal, sharing, piece.tile);
             __syncthreads();  // `saved` lies where the tile goes next
         }
         store_tile(own, smem, p, tile, w);

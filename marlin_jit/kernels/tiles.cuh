@@ -103,26 +103,31 @@ __device__ __forceinline__ void add_to(float (&sum)[4], const Float4& v) {
     sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
 
-// Hands in this block's partial sums of a split tile. True for the last block to arrive, whose sums are then the
-// total. `Threads` are those that hold sums, the block's first: their COUNT, and sync() among them, which they did
-// since `arrived` (shared) was last read. A block that has found out already (`last`) need not write its sums. `saved`
-// is where this thread may keep COUNT vectors of shared memory, Threads::COUNT apart.
-template <class Threads, int FLIGHT, int COUNT>
-__device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], Float4* saved, uint32_t& arrived,
-                                                Float4* partials, uint32_t* counter, const Deal& deal,
-                                                const Sharing& sharing, int tile, bool last) {
-    constexpr int THREADS = Threads::COUNT;
-    const int me = blockIdx.x;
+// Hands in this block's partial sums of a split tile. True for the last block to arrive, which adds up all. `Threads`
+// are those that hold sums, the block's first: their COUNT, and sync() among them, which they did since `arrived`
+// (shared) was last read. A block that has found out already (`last`) need not write its sums.
+template <class Threads, int COUNT>
+__device__ __forceinline__ bool hand_in(const float (&sums)[COUNT][4], uint32_t& arrived, Float4* partials,
+                                        uint32_t* counter, const Deal& deal, const Sharing& sharing, int tile, bool last) {
     if (!last) {
-        Float4* mine = slot_of<Threads, COUNT>(partials, deal, me, tile);
+        Float4* mine = slot_of<Threads, COUNT>(partials, deal, blockIdx.x, tile);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) mine[i * THREADS] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
+        for (int i = 0; i < COUNT; i++) mine[i * Threads::COUNT] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
         Threads::sync();
         if (threadIdx.x == 0) arrived = count_in(counter);
         Threads::sync();
         if (arrived != sharing.count - 1) return false;
     }
     if (threadIdx.x == 0) *counter = 0;
+    return true;
+}
+
+// The sums of all blocks that share a tile, in the last of them: through registers. `saved` is where this thread may keep
+// COUNT vectors of shared memory, Threads::COUNT apart.
+template <class Threads, int FLIGHT, int COUNT>
+__device__ __forceinline__ void add_up(float (&sums)[COUNT][4], Float4* saved, Float4* partials, const Deal& deal,
+                                       const Sharing& sharing, int tile) {
+    constexpr int THREADS = Threads::COUNT;
     // This block's own sums wait in shared memory for their turn, so that registers hold the total and a number of
     // vectors in flight: of several slots where a slot is small, of a part of one where it is large.
 #pragma unroll
@@ -158,5 +163,4 @@ __device__ __forceinline__ bool sum_over_blocks(float (&sums)[COUNT][4], Float4*
             }
         }
     }
-    return true;
 }

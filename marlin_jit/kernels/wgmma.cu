@@ -19,8 +19,8 @@
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
 //
-// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2, 4), WG_N, WG_K (1, 2: one of them 2), K_STAGE (64,
-// 128), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
+// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
+// 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
 // MIN_BLOCKS (1, 2: blocks an SM, bounds the registers).
 #include "hopper.cuh"
 #include "layout.cuh"
@@ -35,6 +35,12 @@ constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN = J / WG_K;                // slabs a warpgroup finishes after the sum over wk
 static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
+
+// Codes may be multiplied as they are, exactly, and a group's float32 sums scaled: M_TILE / 2 fma a slab and group, where
+// scaling the weights takes 4 slower multiplications a slab and step. It takes a second set of sums. Deltas are added
+// to weights.
+constexpr bool SCALES_SUMS =
+    ZEROS != 1 && (GROUP == 0 || (M_TILE * 2 <= GROUP && M_TILE * J <= 128 && WG_STEPS * 16 % GROUP == 0));
 static_assert(J % WG_K == 0, "whole slabs are exchanged");
 static_assert(M_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
 
@@ -68,6 +74,13 @@ constexpr int END_BYTES = OUTPUT_AT + OUTPUT_BYTES > SUMS_BYTES ? OUTPUT_AT + OU
 constexpr int END_SLOTS = (END_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
 static_assert(END_SLOTS <= STAGES, "the end of a tile fits");
 
+// Other blocks' sums are fetched behind this one's, BATCH of a thread's vectors of a block at once.
+constexpr int PARTIAL = OWN * M_BLOCKS;       // Float4s a thread
+constexpr int VECTOR_BYTES = CONSUMERS * 16;  // one of every thread
+constexpr int ROOM = (END_SLOTS * STAGE_BYTES - SUMS_BYTES) / VECTOR_BYTES;
+constexpr int BATCH = ROOM >= PARTIAL ? PARTIAL : ROOM >= PARTIAL / 2 ? PARTIAL / 2 : PARTIAL / 8;
+static_assert(BATCH <= ROOM && PARTIAL % BATCH == 0, "whole batches fit");
+
 // Behind the ring: the barriers, and the words by which sums over blocks agree who is last.
 constexpr int FULL_AT = STAGES * STAGE_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
@@ -79,7 +92,6 @@ struct Told {
     Sharing sharing;
     uint32_t last;
 };
-
 struct Maps {
     const TensorMap *a, *w, *scales, *zeros;
 };
@@ -229,7 +241,8 @@ struct Fetched {
     Scales<J> scales;
 };
 
-__device__ __forceinline__ bool group_begins(int step) { return GROUP != 0 && (step == 0 || step * 16 % GROUP_K == 0); }
+__device__ constexpr bool group_begins(int step) { return GROUP != 0 && (step == 0 || step * 16 % GROUP_K == 0); }
+__device__ constexpr bool group_ends(int step) { return GROUP != 0 && (step + 1) * 16 % GROUP_K == 0; }
 
 // The words of one step, and its scales where it begins a group or a stage.
 __device__ __forceinline__ void fetch(Fetched& f, uint32_t stage, const Warp& w, int step) {
@@ -259,7 +272,26 @@ using Weights = uint32_t[2][J][4];  // of this step and the next
 
 __device__ __forceinline__ void weigh_words(Weights& a, int set, const Fetched& f) {
 #pragma unroll
-    for (int j = 0; j < J; j++) weigh_word(a[set][j], f.words[j], f.scales, j);
+    for (int j = 0; j < J; j++) {
+        if (!SCALES_SUMS)
+            weigh_word(a[set][j], f.words[j], f.scales, j);
+        else if (ZEROS == 2)
+            shifted(a[set][j], f.words[j], f.scales.zero[j]);
+        else
+            centered(a[set][j], f.words[j]);
+    }
+}
+
+// acc += scale * sum, or acc *= scale where there is one group.
+__device__ __forceinline__ void add_scaled(Accumulators& acc, const Accumulators& sum, const uint32_t (&pairs)[J]) {
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const float low = Type::to_float(pairs[j] & 0xffff), high = Type::to_float(pairs[j] >> 16);
+#pragma unroll
+        for (int mb = 0; mb < M_BLOCKS; mb++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[j][mb][i] = (i < 2 ? low : high) * sum[j][mb][i] + (GROUP == 0 ? 0.f : acc[j][mb][i]);
+    }
 }
 
 // What a warp knows of a unit that it works on.
@@ -269,50 +301,81 @@ struct Unit {
     bool first, last;
 };
 
+// A warp's sums: of a group and, scaled, of all; or, where weights are scaled or there is one group, of all.
+constexpr bool GROUP_SUMS = SCALES_SUMS && GROUP != 0;
+struct Totals {
+    Accumulators all, group;
+    // Those that products are added to.
+    __device__ __forceinline__ Accumulators& open() { return GROUP_SUMS ? group : all; }
+};
+__device__ __forceinline__ void hold_all(Accumulators& sums) {
+#pragma unroll
+    for (int j = 0; j < J; j++) hold(slab(sums, j));
+}
+
+// How many steps before they are unpacked words are asked for. Two hide shared memory, but wait for a stage sooner.
+constexpr int AHEAD = SCALES_SUMS ? 1 : 2;
+
+// The words of step STEP counted from a unit's first, on into the next unit.
+template <int STEP>
+__device__ __forceinline__ void fetch_ahead(Fetched& f, const Unit& unit, const Warp& w) {
+    if constexpr (STEP < WG_STEPS) {
+        fetch(f, unit.stage, w, STEP);
+    } else {
+        if (STEP == WG_STEPS) barrier_wait(unit.next_full, unit.next_parity, !unit.last);
+        fetch(f, unit.next_stage, w, STEP - WG_STEPS);
+    }
+}
+
 // Multiplies a unit's steps from STEP on; then the weights of the next unit's first step are ready. (The compiler does
 // not unroll a plain loop in all builds.)
 template <int STEP>
-__device__ __forceinline__ void multiply(Accumulators& acc, Weights& a, Fetched& f, const Unit& unit, const Warp& w) {
+__device__ __forceinline__ void multiply(Totals& sums, Weights& a, Fetched& f, const Unit& unit, const Warp& w,
+                                         uint32_t (&scale)[J]) {
     constexpr int FURTHER = STEP / 4 * BOX_BYTES + STEP % 4 * 32;
     const uint64_t operand = operand_at(unit.stage + w.a_at);
+    if (GROUP_SUMS && group_begins(STEP))
+#pragma unroll
+        for (int j = 0; j < J; j++) scale[j] = f.scales.scale[j];
 #pragma unroll
     for (int j = 0; j < J; j++) hold(a[STEP % 2][j]);
     products_fence();
 #pragma unroll
-    for (int j = 0; j < J; j++) product(slab(acc, j), a[STEP % 2][j], operand + FURTHER / 16);
+    for (int j = 0; j < J; j++)
+        product<GROUP_SUMS && group_begins(STEP)>(slab(sums.open(), j), a[STEP % 2][j], operand + FURTHER / 16);
     products_commit();
-    if constexpr (STEP + 1 < WG_STEPS) {
-        fetch(f, unit.stage, w, STEP + 1);
-    } else {
-        barrier_wait(unit.next_full, unit.next_parity, !unit.last);
-        fetch(f, unit.next_stage, w, 0);
-    }
+    if (AHEAD == 1) fetch_ahead<STEP + 1>(f, unit, w);
     products_wait<1>();
     if (STEP == 0 && !unit.first && w.lane == 0) barrier_arrive(unit.read);
     weigh_words(a, (STEP + 1) % 2, f);
-    if constexpr (STEP + 1 < WG_STEPS) multiply<STEP + 1>(acc, a, f, unit, w);
+    if (AHEAD == 2) fetch_ahead<STEP + 2>(f, unit, w);
+    if constexpr (GROUP_SUMS && group_ends(STEP)) {
+        products_wait<0>();
+        hold_all(sums.open());
+        add_scaled(sums.all, sums.open(), scale);
+    }
+    if constexpr (STEP + 1 < WG_STEPS) multiply<STEP + 1>(sums, a, f, unit, w, scale);
 }
 
-// Adds a number of units to acc, from place `at` of the ring on.
-__device__ __forceinline__ void run_units(Accumulators& acc, Fetched& f, uint32_t ring, Place& at, const Warp& w,
-                                          int units) {
+// The sums of a number of units, from place `at` of the ring on.
+__device__ __forceinline__ void run_units(Totals& sums, Fetched& f, uint32_t ring, Place& at, const Warp& w, int units) {
     Weights a;
+    uint32_t scale[J];
     barrier_wait(at.full(ring), at.parity);
     fetch(f, at.stage(ring), w, 0);
     weigh_words(a, 0, f);
-#pragma unroll
-    for (int j = 0; j < J; j++) hold(slab(acc, j));
+    if (AHEAD == 2) fetch(f, at.stage(ring), w, 1);
+    hold_all(sums.open());
     uint32_t read = 0;
 #pragma unroll 1
     for (int left = units; left > 0; left--) {
         const uint32_t stage = at.stage(ring), empty = at.empty(ring);
         at.advance();
-        multiply<0>(acc, a, f, {stage, at.stage(ring), at.full(ring), at.parity, read, left == units, left == 1}, w);
+        multiply<0>(sums, a, f, {stage, at.stage(ring), at.full(ring), at.parity, read, left == units, left == 1}, w, scale);
         read = empty;
     }
     products_wait<0>();
-#pragma unroll
-    for (int j = 0; j < J; j++) hold(slab(acc, j));
+    hold_all(sums.open());
     if (w.lane == 0) barrier_arrive(read);
 }
 
@@ -363,6 +426,48 @@ __device__ __forceinline__ void sum_over_warpgroups(Owned& own, const Accumulato
                 own[j][mb][0] += v.x, own[j][mb][1] += v.y, own[j][mb][2] += v.z, own[j][mb][3] += v.w;
             }
     }
+}
+
+// ---- sums over blocks ----------------------------------------------------------------------------------------------
+
+// The sums of all blocks that share a tile, in the last of them, in ascending k. Its own wait in shared memory for their
+// turn. Each thread fetches what it adds; `bytes` of the ring may be used.
+__device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem, int bytes, Float4* partials,
+                                       const Deal& deal, const Sharing& sharing, int tile) {
+    const int thread = thread_anew(), room = (bytes - SUMS_BYTES) / (BATCH * VECTOR_BYTES);
+    Float4* saved = taken(smem, thread);
+    Float4* fetched = reinterpret_cast<Float4*>(smem + SUMS_BYTES) + thread;
+#pragma unroll
+    for (int i = 0; i < PARTIAL; i++) {
+        saved[i * CONSUMERS] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
+        sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
+    }
+#pragma unroll
+    for (int begin = 0; begin < PARTIAL; begin += BATCH) {
+#pragma unroll 1
+        for (int next = 0; next < sharing.count; next += room) {
+            const int end = min(next + room, sharing.count);
+#pragma unroll 1
+            for (int s = next; s < end; s++) {
+                if (s == sharing.mine) continue;
+                const int block = sharing.first + s * sharing.stride;
+                const Float4* slot = slot_of<Consumers, PARTIAL>(partials, deal, block, tile) + begin * CONSUMERS;
+                const uint32_t to = shared_address(fetched + (s - next) * (BATCH * CONSUMERS));
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) copy_async16(to + i * VECTOR_BYTES, slot + i * CONSUMERS, 16);
+            }
+            copy_commit();
+            copy_wait<0>();
+#pragma unroll 1
+            for (int s = next; s < end; s++) {
+                const Float4* from =
+                    s == sharing.mine ? saved + begin * CONSUMERS : fetched + (s - next) * (BATCH * CONSUMERS);
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) add_to(sums[begin + i], from[i * CONSUMERS]);
+            }
+        }
+    }
+    Consumers::sync();  // the tile goes there next
 }
 
 // ---- registers -> global -------------------------------------------------------------------------------------------
@@ -451,10 +556,6 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
 
 __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
                                         Float4* partials, uint32_t* counters) {
-    constexpr int PARTIAL = OWN * M_BLOCKS;  // Float4s a thread
-    // As many vectors of other blocks at once as registers hold beside the sums.
-    constexpr int LEFT = MIN_BLOCKS == 1 ? 48 - J * M_BLOCKS - (WG_K == 1 ? 0 : PARTIAL) : PARTIAL > 4 || J == 4 ? PARTIAL : 8;
-    constexpr int FLIGHT = LEFT >= PARTIAL ? LEFT : PARTIAL / 2;
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
@@ -466,20 +567,24 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
         const Tile tile = place_of(piece.tile, p);
-        Accumulators acc = {};
+        Totals sums = {};
         Fetched f;
         if (GROUP == 0) column_scales(f.scales, p, tile, w);
-        run_units(acc, f, ring, at, w, piece.last - piece.first);
+        run_units(sums, f, ring, at, w, piece.last - piece.first);
+        if (SCALES_SUMS && GROUP == 0) add_scaled(sums.all, sums.all, f.scales.scale);
         Owned own;
-        sum_over_warpgroups(own, acc, smem, w);
+        sum_over_warpgroups(own, sums.all, smem, w);
         bool whole = true;
         if (piece.last - piece.first < deal.units) {
-            float(&sums)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
+            float(&partial)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
             barrier_wait(ring + TELL_AT, tell_parity);
             tell_parity ^= 1;
             const Told& told = *reinterpret_cast<const Told*>(smem + TOLD_AT);
-            whole = sum_over_blocks<Consumers, FLIGHT>(sums, taken(smem, thread_anew()), arrived, partials, counters + piece.tile,
-                                                       deal, told.sharing, piece.tile, told.last != 0);
+            const Sharing sharing = told.sharing;
+            whole = hand_in<Consumers>(partial, arrived, partials, counters + piece.tile, deal, sharing, piece.tile, told.last != 0);
+            // The producer is at the next piece already, if there is one.
+            const int bytes = (pieces.left(deal) ? END_SLOTS : STAGES) * STAGE_BYTES;
+            if (whole) add_up(partial, smem, bytes, partials, deal, sharing, piece.tile);
         }
         if (whole) store_tile(own, smem, p, tile, w);
         hand_to_copies();
