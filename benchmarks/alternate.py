@@ -1,10 +1,10 @@
-"""What zero points, activation order and the correction pair cost: less than a run drifts, so timed in turn.
+"""What zero points, activation order, batch invariance and the correction pair cost, timed in turn.
 
 python -m benchmarks.alternate [-o OUT.json] [--shape 4096x28672] [--m 64] [--passes 7]
 
-A GPU at its power cap changes its clock by several per cent within a run. Here every pass takes the symmetric
-product, then the others, the next pass backwards, and a cost is the median over the passes of the difference
-within a pass.
+Most of this is less than a run drifts: a GPU at its power cap changes its clock by several per cent within a
+run. Here every pass takes the symmetric product, then the others, the next pass backwards, and a cost is the
+median over the passes of the difference within a pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from marlin_jit.timing import CupyTimer, Timer, time_launches
 SCHEMA = "marlin-jit-alternation/1"
 BASE = "symmetric"
 ORDERED = "ordered"  # the same weight with a random activation order
-PAIR_MAX_M = 256
+INVARIANT = "invariant"  # the same weight, a row's bits independent of the other rows
+PAIR_MAX_M = INVARIANT_MAX_M = 256
 
 
 def alternate(
@@ -65,7 +66,9 @@ def alternate(
 
 def product_of(problem: Problem, name: str, m: int) -> tuple[Variant, Any, list[MarlinWeight]]:
     """How, with what activations and which weights a variant is called; the result is the same for all."""
-    variant, x = VARIANTS[BASE if name == ORDERED else name], problem.x[:m]
+    variant, x = VARIANTS[BASE if name in (ORDERED, INVARIANT) else name], problem.x[:m]
+    if name == INVARIANT:
+        variant = dataclasses.replace(variant, path="batch_invariant")
     weights = problem.weights(variant.symmetric)
     if name != ORDERED:
         return variant, x, weights
@@ -84,12 +87,15 @@ def costs(taken: dict[str, list[float]], name: str) -> tuple[float, float]:
 
 def table(points: list[dict[str, Any]]) -> str:
     """One line a point."""
-    lines = ["    K x N         M  symmetric (us)  zero points  activation order  pair (us more)"]
+    lines = [
+        "    K x N         M  symmetric (us)  zero points  activation order  batch invariant  pair (us more)"
+    ]
     for p in points:
         taken = p["us"]
         line = f"{p['k']:6d} x {p['n']:6d} {p['m']:5d} {statistics.median(taken[BASE]):15.1f}"
         line += f" {100 * costs(taken, 'asymmetric')[1]:+11.1f}%"
-        line += f" {100 * costs(taken, ORDERED)[1]:+16.1f}%" if ORDERED in taken else " " * 18
+        for name, width in ((ORDERED, 16), (INVARIANT, 15)):
+            line += f" {100 * costs(taken, name)[1]:+{width}.1f}%" if name in taken else " " * (width + 2)
         if "pair" in taken:
             line += f" {costs(taken, 'pair')[0]:15.1f}"
         lines.append(line)
@@ -111,7 +117,7 @@ def main(
     passes: int,
     output: Path | None,
 ) -> None:
-    """Time ours without zero points, with them, in activation order, and as the correction pair."""
+    """Time ours plain, with zero points, in activation order, batch-invariant, and as the correction pair."""
     reason = unavailable_reason()
     if reason is not None:
         click.echo(f"error: {reason}", err=True)
@@ -122,7 +128,9 @@ def main(
     for k, n in shapes or SHAPES:
         problem = Problem(k, n, ms or MS, group_size=int(group_size), dtype=dtype)
         for m in ms or MS:
-            names = [BASE, "asymmetric", ORDERED] + (["pair"] if m <= PAIR_MAX_M else [])
+            names = [BASE, "asymmetric", ORDERED]
+            names += [INVARIANT] if m <= INVARIANT_MAX_M else []
+            names += ["pair"] if m <= PAIR_MAX_M else []
             points.append(
                 {"k": k, "n": n, "m": m, "us": alternate(problem, names, m, timer, passes, **options)}
             )

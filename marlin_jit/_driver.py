@@ -53,11 +53,17 @@ class _Arguments:
             offsets.append(at)
             offset = at + size
         self.packing = struct.Struct(fields)
+        self.layout, self.offsets = layout, offsets
         memory = ctypes.create_string_buffer(offset + _ALIGNMENT)
         start = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
         self.buffer = (ctypes.c_char * offset).from_buffer(memory, start - ctypes.addressof(memory))
         self.places = (ctypes.c_void_p * len(offsets))(*(start + at for at in offsets))
         self.address = ctypes.addressof(self.places)
+
+    def field(self, index: int) -> Any:
+        """One pointer or tensor map, as a ctypes object whose ``value`` can be set."""
+        kind = ctypes.c_char * 128 if self.layout[index] == "T" else ctypes.c_uint64
+        return kind.from_buffer(self.buffer, self.offsets[index])
 
 
 class _State:
@@ -149,6 +155,53 @@ def launch(
     status = mine.library.cuLaunchKernelEx(mine.config_address, function, arguments.address, None)
     if status:
         raise RuntimeError(_described(mine.library, status))
+
+
+class Frozen:
+    """A launch that is ready in memory: between two of it only what `field` gives is written.
+
+    Parameters as for `launch`. It belongs to the thread that made it, for another one could write while it is
+    read.
+    """
+
+    __slots__ = ("_arguments", "_attributes", "_call", "_config", "_library", "_passed")
+
+    def __init__(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int],
+        smem: int,
+        stream: int,
+        layout: str,
+        values: tuple[Any, ...],
+        overlap: bool,
+        cluster: int = 1,
+    ) -> None:
+        self._library = _library()
+        self._arguments = _Arguments(layout)
+        self._arguments.packing.pack_into(self._arguments.buffer, 0, *values)
+        attributes = b""
+        if overlap:
+            attributes += _ATTRIBUTE.pack(_ATTRIBUTE_OVERLAP, 1, 0, 0)
+        if cluster > 1:
+            attributes += _ATTRIBUTE.pack(_ATTRIBUTE_CLUSTER, 1, cluster, 1)
+        count = len(attributes) // _ATTRIBUTE.size
+        self._attributes = ctypes.create_string_buffer(attributes, 2 * _ATTRIBUTE.size)
+        config = _CONFIG.pack(*grid, *block, 1, smem, stream, ctypes.addressof(self._attributes), count)
+        self._config = ctypes.create_string_buffer(config, _CONFIG.size)
+        self._call = self._library.cuLaunchKernelEx
+        self._passed = ctypes.addressof(self._config), function, self._arguments.address, None
+
+    def field(self, index: int) -> Any:
+        """An argument's place, a pointer's or tensor map's: set its ``value`` to an address or 128 bytes."""
+        return self._arguments.field(index)
+
+    def launch(self) -> None:
+        """Launch with what stands in memory. Raises RuntimeError as `launch` does."""
+        status = self._call(*self._passed)
+        if status:
+            raise RuntimeError(_described(self._library, status))
 
 
 def _described(library: ctypes.CDLL, status: int) -> str:

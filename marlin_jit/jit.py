@@ -28,7 +28,7 @@ from typing import Any
 
 from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
-from marlin_jit._driver import launch
+from marlin_jit._driver import Frozen, launch
 from marlin_jit._environment import zero_or_one
 from marlin_jit.device import device_info, is_capturing, unusable
 from marlin_jit.errors import CompileError, LaunchError
@@ -150,7 +150,6 @@ class Kernel:
         args: tuple[Any, ...],
         smem: int = 0,
         cluster: int = 1,
-        stream: int | None = None,
     ) -> None:
         """Launch on the current stream.
 
@@ -165,8 +164,6 @@ class Kernel:
             Dynamic shared memory in bytes, at most `dynamic_smem`.
         cluster : int
             Blocks along the grid's second dimension that form a cluster; 1 for none.
-        stream : int, optional
-            The current stream's address, where the caller has asked for it already.
 
         Raises
         ------
@@ -174,16 +171,32 @@ class Kernel:
             The driver refused the launch. Nothing has run.
         """
         try:
-            if stream is None:
-                stream = import_cupy().cuda.get_current_stream().ptr
+            stream = import_cupy().cuda.get_current_stream().ptr
             block = threads if isinstance(threads, tuple) else (threads, 1)
             how = self.overlaps, cluster
             launch(self._pointer, self.device_id, grid, block, smem, stream, self._layout, args, *how)
         except (RuntimeError, struct.error) as error:
-            raise LaunchError(
-                f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "
-                f"{smem} bytes of dynamic shared memory: {error}"
-            ) from error
+            raise self.refused(grid, threads, smem, error) from error
+
+    def frozen(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int],
+        args: tuple[Any, ...],
+        smem: int,
+        cluster: int,
+        stream: int,
+    ) -> Frozen:
+        """A launch of this kernel ready in memory, after one like it went well; arguments as for a call."""
+        how = self.overlaps, cluster
+        return Frozen(self._pointer, grid, block, smem, stream, self._layout, args, *how)
+
+    def refused(self, grid: Any, threads: Any, smem: int, error: Exception) -> LaunchError:
+        """What is raised when the driver refuses a launch."""
+        return LaunchError(
+            f"{self.name} (sm_{self.arch}) was refused with grid {grid}, {threads} threads, "
+            f"{smem} bytes of dynamic shared memory: {error}"
+        )
 
     def occupancy(self, threads: int, smem: int = 0) -> int:
         """How many blocks of ``threads`` threads with ``smem`` dynamic bytes an SM holds at once."""

@@ -7,6 +7,7 @@ as a `Matrix`: a pointer and a row stride, so that strided arrays need no copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -88,12 +89,51 @@ class Prepared:
     keeps: tuple[Any, ...]  # the arrays whose addresses these are
     cluster: int
 
-    def __call__(
-        self, x: int, x_stride: int, bias: int, out: int, out_stride: int, stream: int | None = None
-    ) -> None:
+    def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements, on the current stream."""
-        args = (x, x_stride, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.block, args, self.smem, self.cluster, stream)
+        args = (*self._activations(x, x_stride), *self.weights, bias, out, out_stride, *self.sizes)
+        self.kernel(self.grid, self.block, args, self.smem, self.cluster)
+
+    def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
+        return x, x_stride
+
+    def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Repeated:
+        """The same launch to be made again by this thread on `stream`, where only addresses differ."""
+        first = self._activations(x, x_stride)
+        args = (*first, *self.weights, 0, 0, out_stride, *self.sizes)
+        frozen = self.kernel.frozen(self.grid, self.block, args, self.smem, self.cluster, stream)
+        bias_at = len(first) + len(self.weights)
+        return Repeated(
+            prepared=self,
+            x_argument=None if len(first) == 2 else lambda x: self._activations(x, x_stride)[0],
+            x=frozen.field(0),
+            bias=frozen.field(bias_at),
+            out=frozen.field(bias_at + 1),
+            launch=frozen.launch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A launch ready in memory but for three addresses; made by `Prepared.repeated`, for one thread."""
+
+    prepared: Prepared
+    x_argument: Callable[[int], bytes] | None  # of activations that go as a tensor map
+    x: Any
+    bias: Any
+    out: Any
+    launch: Callable[[], None]
+
+    def __call__(self, x: int, bias: int, out: int) -> None:
+        """Launch, with addresses (0: no bias)."""
+        self.x.value = x if self.x_argument is None else self.x_argument(x)
+        self.bias.value = bias
+        self.out.value = out
+        try:
+            self.launch()
+        except RuntimeError as error:
+            how = self.prepared
+            raise how.kernel.refused(how.grid, how.block, how.smem, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +145,9 @@ class PreparedWgmma(Prepared):
     columns: int
     box: tuple[int, int]
 
-    def __call__(
-        self, x: int, x_stride: int, bias: int, out: int, out_stride: int, stream: int | None = None
-    ) -> None:
-        """As for `Prepared`."""
+    def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
         at = self.rows, self.columns, 2 * x_stride, self.box
-        activations = tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128)
-        args = (activations, *self.weights, bias, out, out_stride, *self.sizes)
-        self.kernel(self.grid, self.block, args, self.smem, self.cluster, stream)
+        return (tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128),)
 
 
 def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:

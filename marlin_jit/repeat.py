@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from marlin_jit._array import Array
-from marlin_jit.device import current_order
 from marlin_jit.launch import Prepared
 from marlin_jit.weight import MarlinWeight
 
@@ -24,9 +25,9 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A kind of call: a prepared launch, and what arrays must be like for it."""
+    """A kind of call: a launch that is ready, and what arrays must be like for it."""
 
-    prepared: Prepared
+    launch: Callable[[int, int, int], None]  # addresses of x, bias (0: none) and output
     device: int  # which is then the current one
     dtype: Any
     out_shape: tuple[int, ...]
@@ -47,8 +48,16 @@ def remember(
     shape = (*x.shape[:-1], gated or w.N)
     strides = tuple(2 * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     likes = x.data.device_id, x.dtype, shape, strides, x.nbytes, 2 * math.prod(shape)
-    key = x.shape, x.strides, bias is None, gated, *current_order(sys.modules["cupy"])
-    w.repeats[key] = Repeat(prepared, *likes, count)
+    order = _order(sys.modules["cupy"])
+    launch = prepared.repeated(x.data.ptr, w.K, shape[-1], order[1])
+    key = (x.shape, x.strides, bias is None, gated, *order)
+    w.repeats[key] = Repeat(launch, *likes, count)
+
+
+def _order(cupy: Any) -> tuple[int, int, int]:
+    """The current device and stream, to which scratch memory belongs; the thread, to which a launch does."""
+    stream: int = cupy.cuda.get_current_stream().ptr
+    return cupy.cuda.runtime.getDevice(), stream, threading.get_ident()
 
 
 def again(
@@ -58,9 +67,8 @@ def again(
     cupy: Any = sys.modules.get("cupy")
     if cupy is None or type(x) is not cupy.ndarray:
         return None
-    # Calls of one key differ in addresses alone. Scratch memory belongs to a device and stream.
-    order = current_order(cupy)
-    repeat = w.repeats.get((x.shape, x.strides, bias is None, gated, *order))
+    # Calls of one key differ in addresses alone.
+    repeat = w.repeats.get((x.shape, x.strides, bias is None, gated, *_order(cupy)))
     if repeat is None:
         return None
     device, dtype = repeat.device, repeat.dtype
@@ -92,7 +100,7 @@ def again(
             bias is not None and to < bias_start + bias.nbytes and bias_start < end
         ):
             return None  # they overlap
-    repeat.prepared(start, w.K, bias_start, to, columns, order[1])
+    repeat.launch(start, bias_start, to)
     return out, repeat.count
 
 

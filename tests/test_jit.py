@@ -823,11 +823,13 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
         ]
 
     seen: list[Any] = []
+    passed: list[int] = []
 
     class Library:
         status = 0
 
         def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: Any) -> int:
+            passed.append(places)
             c = Config.from_address(config)
             attributes = [Attribute.from_address(c.attributes + 72 * i) for i in range(c.count)]
             given = {a.id: tuple(a.value) for a in attributes}
@@ -863,6 +865,21 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
     for overlap, cluster in ((True, 1), (False, 1), (True, 2), (False, 3), (True, 1)):
         launch(0, overlap, cluster)
     assert seen == [(2, 6, 4, 128, 3, 1, 1000, 7, given, -5, None) for given in expected]
+    for overlap, cluster, attributes in zip(
+        (True, False, True, False), (1, 1, 2, 3), expected[:4], strict=True
+    ):
+        seen.clear()
+        frozen = _driver.Frozen(
+            99, (2, 6, 4), (128, 3), 1000, 7, "PiT", (0, -5, b"\1" * 128), overlap, cluster
+        )
+        for address, tensor_map in ((1 << 40, bytes(range(128))), (48, b"\0" * 128)):
+            frozen.field(0).value = address
+            frozen.field(2).value = tensor_map
+            frozen.launch()
+            assert seen.pop() == (2, 6, 4, 128, 3, 1, 1000, 7, attributes, -5, None)
+            places = ctypes.c_uint64.from_address
+            assert places(places(passed[-1]).value).value == address
+            assert ctypes.string_at(places(passed[-1] + 16).value, 128) == tensor_map
     # A thread's first launch on a device binds the device's context to it; the driver does not.
     launch(1, False)
     thread = threading.Thread(target=launch, args=(0, False))
@@ -871,8 +888,9 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
     assert [number for _, number in bound] == [0, 1, 0]
     assert bound[0][0] == bound[1][0] != bound[2][0]
     library.status = 700
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"):
-        launch(0, True)
+    for call in (lambda: launch(0, True), frozen.launch):
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"):
+            call()
 
 
 def test_cached_code_that_does_not_load_is_compiled_again(

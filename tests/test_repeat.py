@@ -38,7 +38,7 @@ class World:
         self.device, self.stream = 0, 7
         self.launches: list[tuple[int, ...]] = []
         self.count = [0]
-        self.prepared = self.launched
+        self.prepared = SimpleNamespace(repeated=self.repeated)
         runtime = SimpleNamespace(getDevice=lambda: self.device)
         get_current_stream = lambda: SimpleNamespace(ptr=self.stream)  # noqa: E731
         self.cupy = SimpleNamespace(
@@ -47,9 +47,14 @@ class World:
             empty=lambda shape, dtype: Fake(shape, 1 << 30, dtype),
         )
 
-    def launched(self, *arguments: int) -> None:
-        assert arguments[-1] == self.stream
-        self.launches.append(arguments[:-1])
+    def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Any:
+        thread = threading.get_ident()
+
+        def launch(x: int, bias: int, out: int) -> None:
+            assert (self.stream, threading.get_ident()) == (stream, thread)
+            self.launches.append((x, x_stride, bias, out, out_stride))
+
+        return launch
 
 
 @pytest.fixture
@@ -155,9 +160,10 @@ def test_weights_whose_x_is_copied_or_gathered_are_not_remembered(world: World, 
     assert uneven.repeats == {} == ordered.repeats
 
 
-def test_threads_do_not_share_what_their_own_streams_keep(world: World, w: Any) -> None:
-    """The stream "per thread" has one number for all threads, and scratch memory for each."""
-    world.stream = device._STREAM_PER_THREAD
+@pytest.mark.parametrize("stream", [7, device._STREAM_PER_THREAD])
+def test_threads_do_not_share_launches(world: World, w: Any, stream: int) -> None:
+    """One could write addresses while the other launches; the stream "per thread" is another for each."""
+    world.stream = stream
     kept(world, w, Fake((5, K)))
     assert repeat.again(Fake((5, K)), w, None, None, 0) is not None
     found: list[Any] = []
