@@ -173,7 +173,9 @@ def test_each_product_has_its_own_words_and_each_groups_sum_its_own_scale(
     scales_sums = bool(kernel_source.value(find(r"SCALES_SUMS = ([^;]*);")[1], vars(c)))
     assert scales_sums == tile.scales_sums(group or -1, plan.Zeros(zeros))
     group_sums = scales_sums and group != 0
-    ahead = kernel_source.value(find(r"int AHEAD = ([^;]*);")[1], {"SCALES_SUMS": scales_sums})
+    ahead = kernel_source.value(
+        find(r"int AHEAD = ([^;]*);")[1], {"SCALES_SUMS": scales_sums, "ZEROS": zeros}
+    )
     order = [
         r"scale\[j\] = f\.scales\.scale\[j\];",
         r"product<GROUP_SUMS && group_begins\(STEP\)>",

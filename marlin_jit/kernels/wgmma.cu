@@ -314,7 +314,7 @@ __device__ __forceinline__ void hold_all(Accumulators& sums) {
 }
 
 // How many steps before they are unpacked words are asked for. Two hide shared memory, but wait for a stage sooner.
-constexpr int AHEAD = SCALES_SUMS ? 1 : 2;
+constexpr int AHEAD = SCALES_SUMS && ZEROS == 0 ? 1 : 2;
 
 // The words of step STEP counted from a unit's first, on into the next unit.
 template <int STEP>

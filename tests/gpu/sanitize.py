@@ -36,7 +36,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     limits = launch.limits_of(current_device())
     count = 0
-    for K, N, group in ((384, 328, 128), (320, 200, 64), (288, 72, 32), (250, 130, -1)):
+    for K, N, group in ((1408, 136, 128), (384, 328, 128), (320, 200, 64), (288, 72, 32), (250, 130, -1)):
         groups = 1 if group == -1 else K // group
         q = cupy.asarray(rng.integers(0, 16, (K, N), dtype=np.uint8))
         scale = cupy.asarray((0.01 + 0.01 * rng.random((groups, N))).astype(np.float16))
