@@ -1,6 +1,8 @@
 """Markdown tables of a result file, for the README and docs/performance.md: times as measured, nothing else.
 
 python -m benchmarks.tables benchmarks/results/FILE.json    # rewrites what stands between the markers
+
+A file of the layers in `benchmarks.shapes` fills the tables of those; one of other layers, their table.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any
 
 import click
 
-from benchmarks.report import number, read
-from benchmarks.shapes import PUBLISHED, floor_us
+from benchmarks.report import fraction, number, read
+from benchmarks.shapes import PUBLISHED, SHAPES, SINGLE_MAX_M, floor_us
 
 ROOT = Path(__file__).parent.parent
 EXCERPT = (1, 16, 64, 256, 1024, 8192)
@@ -57,6 +59,27 @@ def markdown(
     return "\n".join(lines)
 
 
+def launches(table: dict[tuple[int, int, int], dict[str, float]]) -> str:
+    """A Markdown table of few rows: overlapping and single launches over the floor, and the best rival."""
+    lines = ["| K x N | M | floor | chain | / floor | single | / floor | best rival | chain / rival |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for (k, n, m), row in sorted(table.items()):
+        if m > SINGLE_MAX_M:
+            continue
+        floor, chain, single = floor_us(m, k, n), row["symmetric"], row["ours_single"]
+        us, name = min((row[name], name) for name in ("cublas", "humming") if name in row)
+        rival = f"{number(us)} ({'cuBLAS' if name == 'cublas' else name})"
+        cells = [
+            number(floor),
+            number(chain),
+            fraction(chain / floor),
+            number(single),
+            fraction(single / floor),
+        ]
+        lines.append(f"| {k} x {n} | {m} | {' | '.join([*cells, rival, fraction(chain / us)])} |")
+    return "\n".join(lines)
+
+
 def replace_between(text: str, marker: str, body: str) -> str:
     """`text` with what stands between ``<!-- marker -->`` and ``<!-- /marker -->`` replaced."""
     pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
@@ -69,6 +92,9 @@ def replace_between(text: str, marker: str, body: str) -> str:
 def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
     """The pages that show numbers, with those of a result file called `name`."""
     table = times(document)
+    performance = ROOT / "docs/performance.md"
+    if not {(k, n) for k, n, _ in table} <= set(SHAPES):
+        return {performance: replace_between(performance.read_text(), "other layers", launches(table))}
     versions = document["libraries"]
     source = (
         f"Microseconds a launch, float16, group 128, cold L2 cache, measured on an {_gpu(document)} in one "
@@ -92,10 +118,11 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
     result = {}
     for path, columns, rows in (
         (ROOT / "README.md", short, EXCERPT),
-        (ROOT / "docs/performance.md", long, None),
+        (performance, long, None),
     ):
         body = f"{source}\n\n{markdown(table, columns, rows)}"
         result[path] = replace_between(path.read_text(), "numbers", body)
+    result[performance] = replace_between(result[performance], "few rows", launches(table))
     return result
 
 
