@@ -79,7 +79,13 @@ class _State:
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.config_address = ctypes.addressof(self.config)
         self.arguments: dict[str, _Arguments] = {}
-        self.bound: set[int] = set()
+        self._bound: set[int] = set()
+
+    def bind(self, device: int) -> None:
+        """Give a thread that has made no call of the runtime yet a context of the driver."""
+        if device not in self._bound:
+            import_cupy().cuda.runtime.setDevice(device)
+            self._bound.add(device)
 
 
 class _Thread(threading.local):
@@ -88,6 +94,14 @@ class _Thread(threading.local):
 
 
 _thread: _Thread | None = None
+
+
+def _state() -> _State:
+    """This thread's."""
+    global _thread
+    if _thread is None:
+        _thread = _Thread()
+    return _thread.state
 
 
 def launch(
@@ -132,14 +146,8 @@ def launch(
     RuntimeError
         The driver refused, or reports what went wrong before.
     """
-    global _thread
-    if _thread is None:
-        _thread = _Thread()
-    mine = _thread.state
-    if device not in mine.bound:
-        # A thread that has made no call of the runtime yet has a current device but no context of the driver.
-        import_cupy().cuda.runtime.setDevice(device)
-        mine.bound.add(device)
+    mine = _state()
+    mine.bind(device)
     arguments = mine.arguments.get(layout)
     if arguments is None:
         arguments = mine.arguments[layout] = _Arguments(layout)
@@ -160,8 +168,8 @@ def launch(
 class Frozen:
     """A launch that is ready in memory: between two of it only what `field` gives is written.
 
-    Parameters as for `launch`. It belongs to the thread that made it, for another one could write while it is
-    read.
+    Parameters as for `launch`. It belongs to the thread that makes it, which is bound to the device here, as
+    `launch` does it.
     """
 
     __slots__ = ("_arguments", "_attributes", "_call", "_config", "_library", "_passed")
@@ -169,6 +177,7 @@ class Frozen:
     def __init__(
         self,
         function: int,
+        device: int,
         grid: tuple[int, int, int],
         block: tuple[int, int],
         smem: int,
@@ -178,6 +187,7 @@ class Frozen:
         overlap: bool,
         cluster: int = 1,
     ) -> None:
+        _state().bind(device)
         self._library = _library()
         self._arguments = _Arguments(layout)
         self._arguments.packing.pack_into(self._arguments.buffer, 0, *values)

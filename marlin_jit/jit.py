@@ -189,7 +189,7 @@ class Kernel:
     ) -> Frozen:
         """A launch of this kernel ready in memory, after one like it went well; arguments as for a call."""
         how = self.overlaps, cluster
-        return Frozen(self._pointer, grid, block, smem, stream, self._layout, args, *how)
+        return Frozen(self._pointer, self.device_id, grid, block, smem, stream, self._layout, args, *how)
 
     def refused(self, grid: Any, threads: Any, smem: int, error: Exception) -> LaunchError:
         """What is raised when the driver refuses a launch."""

@@ -870,7 +870,7 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
     ):
         seen.clear()
         frozen = _driver.Frozen(
-            99, (2, 6, 4), (128, 3), 1000, 7, "PiT", (0, -5, b"\1" * 128), overlap, cluster
+            99, 0, (2, 6, 4), (128, 3), 1000, 7, "PiT", (0, -5, b"\1" * 128), overlap, cluster
         )
         for address, tensor_map in ((1 << 40, bytes(range(128))), (48, b"\0" * 128)):
             frozen.field(0).value = address

@@ -39,6 +39,7 @@ class World:
         self.launches: list[tuple[int, ...]] = []
         self.count = [0]
         self.prepared = SimpleNamespace(repeated=self.repeated)
+        self.made = 0
         runtime = SimpleNamespace(getDevice=lambda: self.device)
         get_current_stream = lambda: SimpleNamespace(ptr=self.stream)  # noqa: E731
         self.cupy = SimpleNamespace(
@@ -48,10 +49,11 @@ class World:
         )
 
     def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Any:
-        thread = threading.get_ident()
+        thread = threading.current_thread()
+        self.made += 1
 
         def launch(x: int, bias: int, out: int) -> None:
-            assert (self.stream, threading.get_ident()) == (stream, thread)
+            assert (self.stream, threading.current_thread()) == (stream, thread)
             self.launches.append((x, x_stride, bias, out, out_stride))
 
         return launch
@@ -160,17 +162,41 @@ def test_weights_whose_x_is_copied_or_gathered_are_not_remembered(world: World, 
     assert uneven.repeats == {} == ordered.repeats
 
 
-@pytest.mark.parametrize("stream", [7, device._STREAM_PER_THREAD])
-def test_threads_do_not_share_launches(world: World, w: Any, stream: int) -> None:
-    """One could write addresses while the other launches; the stream "per thread" is another for each."""
-    world.stream = stream
-    kept(world, w, Fake((5, K)))
-    assert repeat.again(Fake((5, K)), w, None, None, 0) is not None
+def elsewhere(call: Any) -> Any:
+    """What a thread of its own returns."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(repeat.again(Fake((5, K)), w, None, None, 0)))
+    thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
     thread.join()
-    assert found == [None]
+    return found[0]
+
+
+def test_each_thread_has_a_launch_of_its_own(world: World, w: Any) -> None:
+    """One thread could write addresses while another launches. `World.repeated` looks at who launches."""
+    kept(world, w, Fake((5, K)))
+    for _ in range(3):  # threads that may be given the number of one that has ended
+        assert elsewhere(lambda: repeat.again(Fake((5, K)), w, None, None, 0)) is not None
+        assert repeat.again(Fake((5, K)), w, None, None, 0) is not None
+    assert len(world.launches) == 6
+    assert len(w.repeats) == 1
+    assert world.made == 4
+
+
+def test_threads_do_not_share_what_their_own_streams_keep(world: World, w: Any) -> None:
+    """The stream "per thread" has one number for all threads, and scratch memory for each."""
+    world.stream = device._STREAM_PER_THREAD
+    kept(world, w, Fake((5, K)))
+    assert repeat.again(Fake((5, K)), w, None, None, 0) is not None
+    assert elsewhere(lambda: repeat.again(Fake((5, K)), w, None, None, 0)) is None
+
+
+def test_what_is_known_is_not_made_anew(world: World, w: Any) -> None:
+    for m in range(1, repeat._MOST + 1):
+        kept(world, w, Fake((m, K)))
+    kinds = dict(w.repeats)
+    kept(world, w, Fake((7, K)))
+    assert w.repeats == kinds
+    assert world.made == 0  # before a call comes again
 
 
 @pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])

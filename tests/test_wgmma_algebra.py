@@ -381,7 +381,10 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
         if at[0] == 0:
             at[1] ^= 1
 
+    over = [False]  # the last piece: all of the ring is the consumers'
+
     def copy(slot: int, what: Any, count: int) -> None:
+        assert not over[0]
         assert leaving[0] == 0 or slot >= end_slots, "the slot is in use"
         content[slot] = None
         flying.extend((slot, what) for _ in range(count))
@@ -445,6 +448,9 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
                 assert content[read] == (piece, unit)
             empty[read].arrive()
             leaving[0] += 1
+            if piece + 1 == len(pieces):
+                over[0] = True
+                assert not flying
             yield True
             if shared[piece]:
                 while not tell.passed(tell_parity):

@@ -127,7 +127,8 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
     return static_cast<uint64_t>(address >> 4) | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLE_128 << 62;
 }
 
-// d += a, or d = a where `FRESH` (64 x 16: of each warp's 16 rows four registers a lane, as in m16n8k16) * b (16 x 16, 32, 48, 64, 96 or 128), in float32.
+// d += a * b, or d = a * b where `FRESH`, in float32: a is 64 x 16 (of each warp's 16 rows four registers a lane, as in
+// m16n8k16), b 16 x 16, 32, 48, 64, 96 or 128.
 // d[4i .. 4i+3] is rows g, g, g+8, g+8 and columns 8i + 2t, 8i + 2t + 1, and again.
 #if BF16
 #define PRODUCT_TYPES ".f32.bf16.bf16 "

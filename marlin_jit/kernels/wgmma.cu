@@ -92,6 +92,7 @@ struct Told {
     Sharing sharing;
     uint32_t last;
 };
+
 struct Maps {
     const TensorMap *a, *w, *scales, *zeros;
 };
