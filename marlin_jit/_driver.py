@@ -38,26 +38,34 @@ _ALIGNMENT = 64
 """Of a tensor map among the parameters, and so of all of them."""
 
 
+@cache
+def _fields(layout: str) -> tuple[struct.Struct, tuple[int, ...]]:
+    """How arguments of a layout lie in memory: what packs them, and where each begins."""
+    fields, offset, offsets = "@", 0, []
+    for kind in layout:
+        # After those before it, aligned to its own size.
+        field = "128s" if kind == "T" else kind
+        size = struct.calcsize(field)
+        alignment = min(size, _ALIGNMENT)
+        at = -(-offset // alignment) * alignment
+        fields += f"{at - offset}x{field}"
+        offsets.append(at)
+        offset = at + size
+    return struct.Struct(fields), tuple(offsets)
+
+
 class _Arguments:
     """Memory for a kernel's arguments and for the addresses of each."""
 
     def __init__(self, layout: str) -> None:
-        fields, offset, offsets = "@", 0, []
-        for kind in layout:
-            # Where each begins: after those before it, aligned to its own size.
-            field = "128s" if kind == "T" else kind
-            size = struct.calcsize(field)
-            alignment = min(size, _ALIGNMENT)
-            at = -(-offset // alignment) * alignment
-            fields += f"{at - offset}x{field}"
-            offsets.append(at)
-            offset = at + size
-        self.packing = struct.Struct(fields)
-        self.layout, self.offsets = layout, offsets
-        memory = ctypes.create_string_buffer(offset + _ALIGNMENT)
+        self.packing, self.offsets = _fields(layout)
+        self.layout = layout
+        memory = ctypes.create_string_buffer(self.packing.size + _ALIGNMENT)
         start = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
-        self.buffer = (ctypes.c_char * offset).from_buffer(memory, start - ctypes.addressof(memory))
-        self.places = (ctypes.c_void_p * len(offsets))(*(start + at for at in offsets))
+        self.buffer = (ctypes.c_char * self.packing.size).from_buffer(
+            memory, start - ctypes.addressof(memory)
+        )
+        self.places = (ctypes.c_void_p * len(layout))(*(start + at for at in self.offsets))
         self.address = ctypes.addressof(self.places)
 
     def field(self, index: int) -> Any:
@@ -66,26 +74,73 @@ class _Arguments:
         return kind.from_buffer(self.buffer, self.offsets[index])
 
 
+class Frozen:
+    """A launch in memory. Filled once, it can be made again, with only what `field` gives written in between.
+
+    One thread at a time may use it, for another one could write while it is read.
+
+    Parameters
+    ----------
+    layout : str
+        A character of :mod:`struct` for each parameter: P for a pointer, q and i for integers of 64 and 32
+        bits, I for an unsigned one, f for a float; T for the 128 bytes of a tensor map.
+    """
+
+    __slots__ = ("_arguments", "_attributes", "_call", "_config", "_passed")
+
+    def __init__(self, layout: str) -> None:
+        self._call = _library().cuLaunchKernelEx
+        self._arguments = _Arguments(layout)
+        # The first, the second or both are passed.
+        self._attributes = ctypes.create_string_buffer(2 * _ATTRIBUTE.size)
+        _ATTRIBUTE.pack_into(self._attributes, 0, _ATTRIBUTE_OVERLAP, 1, 0, 0)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._passed: tuple[Any, ...] = ()
+
+    def fill(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int],
+        smem: int,
+        stream: int,
+        values: tuple[Any, ...],
+        overlap: bool,
+        cluster: int = 1,
+    ) -> None:
+        """Say what is launched; parameters as for `launch`."""
+        self._arguments.packing.pack_into(self._arguments.buffer, 0, *values)
+        attributes, count = ctypes.addressof(self._attributes), int(overlap)
+        if cluster > 1:
+            _ATTRIBUTE.pack_into(self._attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
+            attributes += 0 if overlap else _ATTRIBUTE.size
+            count += 1
+        _CONFIG.pack_into(self._config, 0, *grid, *block, 1, smem, stream, attributes, count)
+        self._passed = ctypes.addressof(self._config), function, self._arguments.address, None
+
+    def field(self, index: int) -> Any:
+        """An argument's place, a pointer's or tensor map's: set its ``value`` to an address or 128 bytes."""
+        return self._arguments.field(index)
+
+    def launch(self) -> None:
+        """Launch what was filled in. The thread is bound to the device: see `bind`.
+
+        Raises
+        ------
+        RuntimeError
+            The driver refused, or reports what went wrong before.
+        """
+        status = self._call(*self._passed)
+        if status:
+            raise RuntimeError(_described(_library(), status))
+
+
 class _State:
-    """What a thread's launches fill in anew each time."""
+    """What is a thread's own."""
 
     def __init__(self) -> None:
-        self.library = _library()
-        # The first, the second or both are passed.
-        self.attributes = ctypes.create_string_buffer(2 * _ATTRIBUTE.size)
-        _ATTRIBUTE.pack_into(self.attributes, 0, _ATTRIBUTE_OVERLAP, 1, 0, 0)
-        self.attributes_address = ctypes.addressof(self.attributes)
-        self.cluster = 0  # that the second one says
-        self.config = ctypes.create_string_buffer(_CONFIG.size)
-        self.config_address = ctypes.addressof(self.config)
-        self.arguments: dict[str, _Arguments] = {}
-        self._bound: set[int] = set()
-
-    def bind(self, device: int) -> None:
-        """Give a thread that has made no call of the runtime yet a context of the driver."""
-        if device not in self._bound:
-            import_cupy().cuda.runtime.setDevice(device)
-            self._bound.add(device)
+        self.launches: dict[str, Frozen] = {}  # by layout, filled anew each time
+        self.bound: set[int] = set()
 
 
 class _Thread(threading.local):
@@ -93,15 +148,19 @@ class _Thread(threading.local):
         self.state = _State()  # one look at what is a thread's own costs more than all others
 
 
-_thread: _Thread | None = None
+_thread = _Thread()
 
 
-def _state() -> _State:
-    """This thread's."""
-    global _thread
-    if _thread is None:
-        _thread = _Thread()
-    return _thread.state
+def bind(device: int) -> _State:
+    """Give a thread that has made no call of the runtime yet a context of the driver on its current device.
+
+    Returns what is the thread's own.
+    """
+    mine = _thread.state
+    if device not in mine.bound:
+        import_cupy().cuda.runtime.setDevice(device)
+        mine.bound.add(device)
+    return mine
 
 
 def launch(
@@ -132,8 +191,7 @@ def launch(
     stream : int
         CUstream.
     layout : str
-        A character of :mod:`struct` for each parameter: P for a pointer, q and i for integers of 64 and 32
-        bits, I for an unsigned one, f for a float; T for the 128 bytes of a tensor map.
+        As for `Frozen`.
     values : tuple of int, float or bytes
         The arguments.
     overlap : bool
@@ -146,72 +204,12 @@ def launch(
     RuntimeError
         The driver refused, or reports what went wrong before.
     """
-    mine = _state()
-    mine.bind(device)
-    arguments = mine.arguments.get(layout)
-    if arguments is None:
-        arguments = mine.arguments[layout] = _Arguments(layout)
-    arguments.packing.pack_into(arguments.buffer, 0, *values)
-    attributes, count = mine.attributes_address, int(overlap)
-    if cluster > 1:
-        if cluster != mine.cluster:
-            _ATTRIBUTE.pack_into(mine.attributes, _ATTRIBUTE.size, _ATTRIBUTE_CLUSTER, 1, cluster, 1)
-            mine.cluster = cluster
-        attributes += 0 if overlap else _ATTRIBUTE.size
-        count += 1
-    _CONFIG.pack_into(mine.config, 0, *grid, *block, 1, smem, stream, attributes, count)
-    status = mine.library.cuLaunchKernelEx(mine.config_address, function, arguments.address, None)
-    if status:
-        raise RuntimeError(_described(mine.library, status))
-
-
-class Frozen:
-    """A launch that is ready in memory: between two of it only what `field` gives is written.
-
-    Parameters as for `launch`. It belongs to the thread that makes it, which is bound to the device here, as
-    `launch` does it.
-    """
-
-    __slots__ = ("_arguments", "_attributes", "_call", "_config", "_library", "_passed")
-
-    def __init__(
-        self,
-        function: int,
-        device: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int],
-        smem: int,
-        stream: int,
-        layout: str,
-        values: tuple[Any, ...],
-        overlap: bool,
-        cluster: int = 1,
-    ) -> None:
-        _state().bind(device)
-        self._library = _library()
-        self._arguments = _Arguments(layout)
-        self._arguments.packing.pack_into(self._arguments.buffer, 0, *values)
-        attributes = b""
-        if overlap:
-            attributes += _ATTRIBUTE.pack(_ATTRIBUTE_OVERLAP, 1, 0, 0)
-        if cluster > 1:
-            attributes += _ATTRIBUTE.pack(_ATTRIBUTE_CLUSTER, 1, cluster, 1)
-        count = len(attributes) // _ATTRIBUTE.size
-        self._attributes = ctypes.create_string_buffer(attributes, 2 * _ATTRIBUTE.size)
-        config = _CONFIG.pack(*grid, *block, 1, smem, stream, ctypes.addressof(self._attributes), count)
-        self._config = ctypes.create_string_buffer(config, _CONFIG.size)
-        self._call = self._library.cuLaunchKernelEx
-        self._passed = ctypes.addressof(self._config), function, self._arguments.address, None
-
-    def field(self, index: int) -> Any:
-        """An argument's place, a pointer's or tensor map's: set its ``value`` to an address or 128 bytes."""
-        return self._arguments.field(index)
-
-    def launch(self) -> None:
-        """Launch with what stands in memory. Raises RuntimeError as `launch` does."""
-        status = self._call(*self._passed)
-        if status:
-            raise RuntimeError(_described(self._library, status))
+    launches = bind(device).launches
+    ready = launches.get(layout)
+    if ready is None:
+        ready = launches[layout] = Frozen(layout)
+    ready.fill(function, grid, block, smem, stream, values, overlap, cluster)
+    ready.launch()
 
 
 def _described(library: ctypes.CDLL, status: int) -> str:

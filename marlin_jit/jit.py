@@ -28,7 +28,7 @@ from typing import Any
 
 from marlin_jit import _disk_cache
 from marlin_jit._cupy import INSTALL_HINT, import_cupy
-from marlin_jit._driver import Frozen, launch
+from marlin_jit._driver import Frozen, bind, launch
 from marlin_jit._environment import zero_or_one
 from marlin_jit.device import device_info, is_capturing, unusable
 from marlin_jit.errors import CompileError, LaunchError
@@ -187,9 +187,11 @@ class Kernel:
         cluster: int,
         stream: int,
     ) -> Frozen:
-        """A launch of this kernel ready in memory, after one like it went well; arguments as for a call."""
-        how = self.overlaps, cluster
-        return Frozen(self._pointer, self.device_id, grid, block, smem, stream, self._layout, args, *how)
+        """A launch for this thread to make again; arguments as for a call, and the current stream."""
+        bind(self.device_id)
+        ready = Frozen(self._layout)
+        ready.fill(self._pointer, grid, block, smem, stream, args, self.overlaps, cluster)
+        return ready
 
     def refused(self, grid: Any, threads: Any, smem: int, error: Exception) -> LaunchError:
         """What is raised when the driver refuses a launch."""

@@ -95,6 +95,7 @@ class Prepared:
         self.kernel(self.grid, self.block, args, self.smem, self.cluster)
 
     def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
+        """How a kernel is told of activations; the address is in the first argument alone."""
         return x, x_stride
 
     def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Repeated:
@@ -103,14 +104,8 @@ class Prepared:
         args = (*first, *self.weights, 0, 0, out_stride, *self.sizes)
         frozen = self.kernel.frozen(self.grid, self.block, args, self.smem, self.cluster, stream)
         bias_at = len(first) + len(self.weights)
-        return Repeated(
-            prepared=self,
-            x_argument=None if len(first) == 2 else lambda x: self._activations(x, x_stride)[0],
-            x=frozen.field(0),
-            bias=frozen.field(bias_at),
-            out=frozen.field(bias_at + 1),
-            launch=frozen.launch,
-        )
+        fields = frozen.field(0), frozen.field(bias_at), frozen.field(bias_at + 1)
+        return Repeated(self, x_stride, *fields, frozen.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +113,15 @@ class Repeated:
     """A launch ready in memory but for three addresses; made by `Prepared.repeated`, for one thread."""
 
     prepared: Prepared
-    x_argument: Callable[[int], bytes] | None  # of activations that go as a tensor map
-    x: Any
+    x_stride: int
+    x: Any  # arguments' places in memory
     bias: Any
     out: Any
     launch: Callable[[], None]
 
     def __call__(self, x: int, bias: int, out: int) -> None:
         """Launch, with addresses (0: no bias)."""
-        self.x.value = x if self.x_argument is None else self.x_argument(x)
+        self.x.value = self.prepared._activations(x, self.x_stride)[0]
         self.bias.value = bias
         self.out.value = out
         try:

@@ -854,7 +854,7 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(_driver, "import_cupy", lambda: cupy)
     monkeypatch.setattr(_driver, "_library", lambda: library)
-    monkeypatch.setattr(_driver, "_thread", None)
+    monkeypatch.setattr(_driver, "_thread", _driver._Thread())
 
     def launch(device: int, overlap: bool, cluster: int = 1) -> None:
         how = {"overlap": overlap, "cluster": cluster}
@@ -869,9 +869,8 @@ def test_launches_are_what_the_driver_documents(monkeypatch: pytest.MonkeyPatch)
         (True, False, True, False), (1, 1, 2, 3), expected[:4], strict=True
     ):
         seen.clear()
-        frozen = _driver.Frozen(
-            99, 0, (2, 6, 4), (128, 3), 1000, 7, "PiT", (0, -5, b"\1" * 128), overlap, cluster
-        )
+        frozen = _driver.Frozen("PiT")
+        frozen.fill(99, (2, 6, 4), (128, 3), 1000, 7, (0, -5, b"\1" * 128), overlap, cluster)
         for address, tensor_map in ((1 << 40, bytes(range(128))), (48, b"\0" * 128)):
             frozen.field(0).value = address
             frozen.field(2).value = tensor_map

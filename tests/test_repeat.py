@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import marlin_jit as mj
-from marlin_jit import device, repeat
+from marlin_jit import _driver, device, jit, launch, repeat
 
 FP16 = np.dtype(np.float16)
 K, N = 128, 64
@@ -70,6 +70,48 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def w() -> mj.MarlinWeight:
     q = np.full((K, N), 9, np.uint8)
     return mj.pack(mj.QuantWeight(q, np.ones((2, N), np.float16), None, 64))
+
+
+class KernelStub:
+    """A kernel of which only the memory of its arguments is looked at."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self.layout = jit.parameter_layout(jit._read_sources(None)[0][source], name)
+
+    def __call__(self, grid: Any, block: Any, args: tuple[Any, ...], smem: int, cluster: int) -> None:
+        self.seen = grid, block, smem, cluster, _driver._Arguments(self.layout).packing.pack(*args)
+
+    def frozen(self, grid: Any, block: Any, args: Any, smem: int, cluster: int, stream: int) -> Any:
+        memory = _driver._Arguments(self.layout)
+        memory.packing.pack_into(memory.buffer, 0, *args)
+
+        def launch() -> None:
+            self.seen = grid, block, smem, cluster, memory.buffer.raw
+
+        return SimpleNamespace(field=memory.field, launch=launch)
+
+
+@pytest.mark.parametrize("source", ["decode.cu", "marlin.cu", "wgmma.cu"])
+def test_a_repeated_launch_passes_what_a_launch_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arguments, with the kernel's own parameters: three addresses are written where they belong."""
+    monkeypatch.setattr(launch, "tensor_map", lambda *of: repr(of).encode().ljust(128)[:128])
+    name, wgmma = {"decode.cu": "marlin_decode", "marlin.cu": "marlin_gemm"}.get(source, "marlin_wgmma"), {}
+    kernel = KernelStub(source, name)
+    count = len(kernel.layout) - 5  # x, its stride, bias, out, its stride
+    weights: tuple[Any, ...] = (901, 902, 903)
+    if source == "wgmma.cu":
+        count, wgmma = count + 1, {"kind": 6, "rows": 5, "columns": 128, "box": (16, 64)}
+        weights = (b"w" * 128, b"s" * 128, b"z" * 128, 901, 902)
+    sizes = tuple(range(1000, 1000 + count - len(weights)))
+    kind = launch.PreparedWgmma if wgmma else launch.Prepared
+    prepared = kind(kernel, (2, 3, 1), (128, 2), 7, weights, sizes, (), 3, **wgmma)  # type: ignore[arg-type]
+    again = prepared.repeated(1 << 40, K, 72, 7)
+    for x, bias, out in ((1 << 41, 0, 1 << 42), (1 << 20, 48, 1 << 30), (16, 1 << 33, 32)):
+        prepared(x, K, bias, out, 72)
+        expected = kernel.seen
+        del kernel.seen
+        again(x, bias, out)
+        assert kernel.seen == expected
 
 
 def kept(world: World, w: Any, x: Fake, bias: Any = None, gated: int = 0) -> None:
