@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,29 +161,54 @@ def table(data: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def launches_table(data: dict[str, Any]) -> str:
-    """A plain table a shape of the symmetric kernel for few rows, chained and single.
+@dataclass(frozen=True)
+class Launches:
+    """Microseconds of the symmetric kernel for a few rows, chained and single.
 
     A chained launch begins while the one before it ends, as in a model of such products; a single one does
-    not. Both over `floor_us`, and beside the fastest rival of the same run. Empty where no single launch was
-    timed, as in older files.
+    not. Beside them `floor_us`, and the fastest rival of the same run, if there is one.
     """
-    blocks = []
-    for (k, n, group_size, dtype), mine in _layers(data).items():
+
+    m: int
+    floor: float
+    chain: float | None
+    single: float | None
+    rival: float | None
+    which: str
+
+    @property
+    def cells(self) -> list[str]:
+        """Of a table: the floor, and both times and what they are over it."""
+        cells = [number(self.floor)]
+        for us in (self.chain, self.single):
+            cells += [number(us), fraction(ratio(us, self.floor))]
+        return cells
+
+
+def launches(data: dict[str, Any]) -> dict[tuple[int, int, int, str], list[Launches]]:
+    """By layer; those without a single launch that was asked for are left out, as older files have none."""
+    found = {}
+    for layer, mine in _layers(data).items():
+        k, n, group_size, _ = layer
         rows = []
         for m in dict.fromkeys(r["m"] for r in mine if r["library"] == "ours_single"):
-            floor = floor_us(m, k, n, group_size)
-            cells = [str(m), number(floor)]
-            for library in ("ours", "ours_single"):
-                us = select(mine, m, library, "symmetric")
-                cells += [number(us), fraction(ratio(us, floor))]
+            chain, single = (select(mine, m, name, "symmetric") for name in ("ours", "ours_single"))
             rivals = {name: select(mine, m, name, "best") for name in ("cublas", "humming")}
-            us, name = min(((us, name) for name, us in rivals.items() if us), default=(None, "-"))
-            rows.append([*cells, number(us), name])
+            best = min(((us, name) for name, us in rivals.items() if us), default=(None, "-"))
+            rows.append(Launches(m, floor_us(m, k, n, group_size), chain, single, *best))
         if rows:
-            headings = ["M", "floor", "chain", "/floor", "single", "/floor", "rival", "which"]
-            title = f"K {k} x N {n}, group {group_size}, {dtype}: chained and single launches (us)"
-            blocks.append("\n".join([title, *align([headings, *rows])]))
+            found[layer] = rows
+    return found
+
+
+def launches_table(data: dict[str, Any]) -> str:
+    """A plain table a shape of `launches`."""
+    blocks = []
+    for (k, n, group_size, dtype), rows in launches(data).items():
+        headings = ["M", "floor", "chain", "/floor", "single", "/floor", "rival", "which"]
+        title = f"K {k} x N {n}, group {group_size}, {dtype}: chained and single launches (us)"
+        cells = [[str(row.m), *row.cells, number(row.rival), row.which] for row in rows]
+        blocks.append("\n".join([title, *align([headings, *cells])]))
     return "\n\n".join(blocks)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.report import fraction, number, read
+from benchmarks.report import fraction, launches, number, ratio, read
 from benchmarks.shapes import PUBLISHED, SHAPES, floor_us
 
 ROOT = Path(__file__).parent.parent
@@ -59,25 +59,15 @@ def markdown(
     return "\n".join(lines)
 
 
-def launches(table: dict[tuple[int, int, int], dict[str, float]]) -> str:
-    """A Markdown table of few rows: overlapping and single launches over the floor, and the best rival."""
+def few_rows(document: dict[str, Any]) -> str:
+    """A Markdown table of chained and single launches over the floor, and the best rival."""
     lines = ["| K x N | M | floor | chain | / floor | single | / floor | best rival | chain / rival |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for (k, n, m), row in sorted(table.items()):
-        rivals = [(row[name], name) for name in ("cublas", "humming") if name in row]
-        if not rivals or not {"symmetric", "ours_single"} <= row.keys():
-            continue
-        floor, chain, single = floor_us(m, k, n), row["symmetric"], row["ours_single"]
-        us, name = min(rivals)
-        rival = f"{number(us)} ({'cuBLAS' if name == 'cublas' else name})"
-        cells = [
-            number(floor),
-            number(chain),
-            fraction(chain / floor),
-            number(single),
-            fraction(single / floor),
-        ]
-        lines.append(f"| {k} x {n} | {m} | {' | '.join([*cells, rival, fraction(chain / us)])} |")
+    for (k, n, *_), rows in sorted(launches(document).items()):
+        for row in rows:
+            which = "cuBLAS" if row.which == "cublas" else row.which
+            cells = [*row.cells, f"{number(row.rival)} ({which})", fraction(ratio(row.chain, row.rival))]
+            lines.append(f"| {k} x {n} | {row.m} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -95,7 +85,7 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
     table = times(document)
     performance = ROOT / "docs/performance.md"
     if not {(k, n) for k, n, _ in table} <= set(SHAPES):
-        return {performance: replace_between(performance.read_text(), "other layers", launches(table))}
+        return {performance: replace_between(performance.read_text(), "other layers", few_rows(document))}
     versions = document["libraries"]
     source = (
         f"Microseconds a launch, float16, group 128, cold L2 cache, measured on an {_gpu(document)} in one "
@@ -123,7 +113,7 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
     ):
         body = f"{source}\n\n{markdown(table, columns, rows)}"
         result[path] = replace_between(path.read_text(), "numbers", body)
-    result[performance] = replace_between(result[performance], "few rows", launches(table))
+    result[performance] = replace_between(result[performance], "few rows", few_rows(document))
     return result
 
 
