@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marlin_jit.roofline import min_bytes
+from marlin_jit.plan import min_bytes
 
 SHAPES: tuple[tuple[int, int], ...] = ((4096, 4096), (14336, 4096), (8192, 10240), (4096, 28672))
 """(K, N) of the layers: attention output, down projection, fused QKV of a large model, fused gate and up."""

@@ -295,8 +295,9 @@ def gemm_tiles(tile: Tile, problem: Problem) -> tuple[int, int]:
 
 
 def _gemm_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
-    smallest = min(tile.m_tile for tile in gemm_tile_shapes(problem, limits))
-    for tile in gemm_tile_shapes(problem, limits):
+    shapes = gemm_tile_shapes(problem, limits)
+    smallest = min(tile.m_tile for tile in shapes)
+    for tile in shapes:
         if smallest < tile.m_tile >= 2 * problem.m:
             continue  # half the rows or more would be padding, and a smaller tile exists
         if tile.m_tile < 64 and problem.m > 256:
@@ -626,12 +627,17 @@ _START = 3.5  # microseconds from launch to the first product, and from the last
 _STREAM = 4.1e6  # bytes of global memory a microsecond
 
 
+def min_bytes(m: int, k: int, n: int, group_size: int = 128, symmetric: bool = True) -> int:
+    """Bytes a 4-bit GEMM must move: codes, scales (and zero terms), x once, the result once."""
+    groups = 1 if group_size == -1 else k // group_size
+    per_group = 2 if symmetric else 4
+    return k * n // 2 + groups * n * per_group + 2 * m * k + 2 * m * n
+
+
 def _stream_microseconds(problem: Problem, stream: float = _STREAM) -> float:
-    """Time to read the weight and the activations, and to write the output, once."""
-    groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
-    weight = problem.padded_k * problem.padded_n / 2
-    scales = 2 * groups * problem.padded_n * (2 if problem.zeros else 1)
-    return (weight + scales + 2 * problem.m * (problem.padded_k + problem.padded_n)) / stream
+    """Time to move those bytes once."""
+    layer = problem.padded_k, problem.padded_n, problem.group_size
+    return min_bytes(problem.m, *layer, symmetric=not problem.zeros) / stream
 
 
 def _unit_microseconds(tile: Tile, problem: Problem) -> float:

@@ -18,10 +18,11 @@ from marlin_jit._cupy import import_cupy
 from marlin_jit.bench import Measurement, as_record, measure_layer, random_dense
 from marlin_jit.errors import DeviceError, LaunchError
 from marlin_jit.launch import Matrix
+from marlin_jit.plan import min_bytes
 from marlin_jit.rivals import Humming, Layer, Missing, first_line
 from marlin_jit.timing import CupyTimer, Timer, time_launches
 
-__all__ = ["MS", "Point", "Rates", "Roofline", "flops", "measure_rates", "measure_roofline", "min_bytes"]
+__all__ = ["MS", "Point", "Rates", "Roofline", "flops", "measure_rates", "measure_roofline"]
 
 MS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -32,13 +33,6 @@ MS = (
 _OURS, _NATIVE = "symmetric", "native"
 _COPIED_BYTES, _COPIED_COLUMNS = 1 << 30, 8192
 _GEMM_SIZES = (8192, 4096, 2048)
-
-
-def min_bytes(m: int, k: int, n: int, group_size: int = 128, symmetric: bool = True) -> int:
-    """Bytes a 4-bit GEMM must move: codes, scales (and zero terms), x once, the result once."""
-    groups = 1 if group_size == -1 else k // group_size
-    per_group = 2 if symmetric else 4
-    return k * n // 2 + groups * n * per_group + 2 * m * k + 2 * m * n
 
 
 def flops(m: int, k: int, n: int) -> int:

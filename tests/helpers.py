@@ -15,6 +15,25 @@ from safetensors.numpy import load_file
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
+class PlayedTime:
+    """What every stand-in for a `marlin_jit.timing.Timer` has: a time that the test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def run(self, body: Any) -> None:
+        body()
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_us(self, start: float, stop: float) -> float:
+        return stop - start
+
+    def synchronize(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Case:
     """One folder of tests/fixtures: what a tool wrote and what its own decoder reads (see INDEX.md there)."""

@@ -16,6 +16,7 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
+from helpers import PlayedTime
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from marlin_jit.device import unavailable_reason
 from marlin_jit.errors import ShapeError
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize, unpack
-from marlin_jit.roofline import min_bytes
+from marlin_jit.plan import min_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
@@ -40,11 +41,12 @@ no_gpu = pytest.mark.skipif(unavailable_reason() is None, reason="there is a GPU
 # The method
 
 
-class ClockStub:
+class ClockStub(PlayedTime):
     """A `Timer` whose launches take a known time, plus host time outside of graphs. Notes what happens."""
 
     def __init__(self, launch_us: list[float], host_us: float = 20.0) -> None:
-        self.now, self.log = 0.0, []  # type: float, list[Any]
+        super().__init__()
+        self.log: list[Any] = []
         self._cost, self._host, self._capturing = launch_us, host_us, None  # type: Any, float, Any
 
     def launch(self, i: int) -> None:
@@ -66,15 +68,6 @@ class ClockStub:
             self.now += sum(self._cost[i] for i in nodes)
 
         return replay
-
-    def run(self, body: Any) -> None:
-        body()
-
-    def mark(self) -> float:
-        return self.now
-
-    def elapsed_us(self, start: float, stop: float) -> float:
-        return stop - start
 
     def synchronize(self) -> None:
         self.log.append("synchronize")

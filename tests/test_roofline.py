@@ -12,12 +12,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from cli_runner import run
+from helpers import PlayedTime
 
 from marlin_jit import roofline
 from marlin_jit.bench import Measurement
 from marlin_jit.errors import LaunchError
+from marlin_jit.plan import min_bytes
 from marlin_jit.rivals import Layer, Missing
-from marlin_jit.roofline import MS, Rates, Roofline, flops, measure_rates, measure_roofline, min_bytes
+from marlin_jit.roofline import MS, Rates, Roofline, flops, measure_rates, measure_roofline
 from marlin_jit.timing import Timing
 
 K, N = 4096, 4096
@@ -72,11 +74,12 @@ def test_default_rows_are_powers_of_two_and_some_between() -> None:
 # The rates, with memory and launches that are played
 
 
-class TimerStub:
+class TimerStub(PlayedTime):
     """A `Timer` on whose stream each launch takes what `cost` says at that moment."""
 
     def __init__(self) -> None:
-        self.now, self.cost, self.captured = 0.0, 0.0, 0
+        super().__init__()
+        self.cost, self.captured = 0.0, 0
 
     def launched(self) -> None:
         self.now += self.cost
@@ -84,18 +87,6 @@ class TimerStub:
     def capture(self, body: Any) -> Any:
         self.captured += 1
         return body
-
-    def run(self, body: Any) -> None:
-        body()
-
-    def mark(self) -> float:
-        return self.now
-
-    def elapsed_us(self, start: float, stop: float) -> float:
-        return stop - start
-
-    def synchronize(self) -> None:
-        pass
 
 
 def played(monkeypatch: pytest.MonkeyPatch, timer: TimerStub, free: int) -> dict[str, Any]:
