@@ -122,6 +122,8 @@ def main(
     if reason is not None:
         click.echo(f"error: {reason}", err=True)
         sys.exit(2)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
     smi_before = read_nvidia_smi()
     options = {"replays": 5, "warmup_ms": 8.0, "point_ms": 30.0}
     timer, points = CupyTimer(), []

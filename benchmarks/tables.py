@@ -81,7 +81,18 @@ def replace_between(text: str, marker: str, body: str) -> str:
 
 
 def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
-    """The pages that show numbers, with those of a result file called `name`."""
+    """The pages that show numbers, with those of a result file called `name`.
+
+    Raises
+    ------
+    ValueError
+        The file is not what the pages say of it: a complete run, float16, groups of 128, beside both rivals.
+    """
+    kinds = {(record["dtype"], record["group_size"]) for record in document["records"]}
+    if not document["complete"] or kinds != {("float16", 128)}:
+        raise ValueError(f"{name}: the pages show a complete run of float16 with groups of 128")
+    if "cuda" not in document["libraries"].get("cublas", {}) or "humming" not in document["libraries"]:
+        raise ValueError(f"{name}: the pages show a run beside cuBLAS, through PyTorch, and humming-kernels")
     table = times(document)
     performance = ROOT / "docs/performance.md"
     if not {(k, n) for k, n, _ in table} <= set(SHAPES):

@@ -188,10 +188,13 @@ class Kernel:
         stream: int,
     ) -> Frozen:
         """A launch for this thread to make again; arguments as for a call, and the current stream."""
-        bind(self.device_id)
-        ready = Frozen(self._layout)
-        ready.fill(self._pointer, grid, block, smem, stream, args, self.overlaps, cluster)
-        return ready
+        try:
+            bind(self.device_id)
+            ready = Frozen(self._layout)
+            ready.fill(self._pointer, grid, block, smem, stream, args, self.overlaps, cluster)
+            return ready
+        except (RuntimeError, struct.error) as error:
+            raise self.refused(grid, block, smem, error) from error
 
     def refused(self, grid: Any, threads: Any, smem: int, error: Exception) -> LaunchError:
         """What is raised when the driver refuses a launch."""

@@ -661,6 +661,17 @@ def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
             assert path.read_text() == text, f"python -m benchmarks.tables {newest.relative_to(tables.ROOT)}"
 
 
+def test_pages_take_nothing_but_what_they_say() -> None:
+    from benchmarks import tables
+
+    file = tables.ROOT / "benchmarks/results/h200-2026-11-30-few-rows-"
+    for other in ("bfloat16", "group-32"):
+        with pytest.raises(ValueError, match="a complete run of float16 with groups of 128"):
+            tables.pages(report.read(Path(f"{file}{other}.json")), "x.json")
+    with pytest.raises(ValueError, match="beside cuBLAS, through PyTorch, and humming-kernels"):
+        tables.pages(report.read(Path(f"{file}float16.json")), "x.json")
+
+
 # Variants in alternation
 
 

@@ -705,6 +705,19 @@ def test_launch_passes_everything_on_and_names_what_was_refused(kernels: Path, d
         copy.deepcopy(kernel)
 
 
+def test_a_launch_that_cannot_be_made_ready_is_refused_like_one_that_cannot_be_made(
+    kernels: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread of its own, say, whose binding to the device fails: the long way then says what to do."""
+
+    def bind(device: int) -> None:
+        raise RuntimeError("cudaErrorDevicesUnavailable")
+
+    monkeypatch.setattr(jit, "bind", bind)
+    with pytest.raises(LaunchError, match=r"scale \(sm_80\) was refused with grid \(3, 1, 1\).*Unavailable"):
+        load_scale(kernels).frozen((3, 1, 1), (32, 1), (4096,), 0, 1, 7)
+
+
 @pytest.mark.parametrize(("value", "overlaps"), [(None, True), ("1", True), ("0", False)])
 def test_kernels_that_wait_overlap_where_the_device_can(
     kernels: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, value: str | None, overlaps: bool
