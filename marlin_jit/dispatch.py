@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -317,11 +317,12 @@ def _batch_invariant(call: Call, out: Array) -> None:
     """A few rows at a time, all in the same way."""
     w = call.weight
     assert isinstance(w, MarlinWeight) and call.device is not None
-    x, y, most = call.x_aligned, _matrix(out), decode_max_rows(w.group_size)
-    limits = launch.limits_of(call.device)
+    x, y, limits = call.x_aligned, _matrix(out), launch.limits_of(call.device)
+    problem = launch.problem_of(call.rows, w, asymmetric=not w.symmetric)
+    most = decode_max_rows(problem, limits)
     for first in range(0, call.rows, most):
         rows = min(most, call.rows - first)
-        plan = choose_invariant(launch.problem_of(rows, w, asymmetric=not w.symmetric), limits)
+        plan = choose_invariant(replace(problem, m=rows), limits)
         launch.marlin(plan, x.part(first, rows), w, call.bias, y.part(first, rows), gated=bool(call.gated))
 
 

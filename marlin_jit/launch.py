@@ -350,9 +350,12 @@ def swiglu(y: Matrix, out: Matrix, *, bfloat16: bool) -> None:
 
 def gather(x: Matrix, order: Array, out: Matrix) -> None:
     """``out[:, i] = x[:, order[i]]``; what is left of a row's stride becomes zero."""
-    kernel = _kernel(_GATHER)
-    args = (x.pointer, x.stride, _address(order), out.pointer, out.stride, x.rows, x.columns)
-    kernel((-(-out.stride // 256), min(x.rows, _MAX_GRID_Y), 1), 256, args)
+    aligned = x.pointer % 16 == x.stride % 8 == x.columns % 8 == 0
+    staged = aligned and 2 * x.columns <= current_device().smem_per_block
+    smem = 2 * x.columns if staged else 0
+    args = (x.pointer, x.stride, _address(order), out.pointer, out.stride, x.rows, x.columns, staged)
+    grid = -(-out.stride // _GATHER_COLUMNS), min(x.rows, _MAX_GRID_Y), 1
+    _kernel(_GATHER, smem)(grid, _GATHER_THREADS, args, smem)
 
 
 def _scalar_weight(weight: MarlinWeight | QuantWeight) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -396,6 +399,7 @@ def _swiglu_build(bfloat16: bool) -> Build:
 
 
 _GATHER = Build("gather.cu", "gather_columns", ())
+_GATHER_THREADS, _GATHER_COLUMNS = 512, 4096  # of a block
 
 # The architectures we build for: shared memory in bytes of one block (by opting in) and of one SM, and the
 # major compute capability. CUDA C++ programming guide, technical specifications per compute capability.
@@ -458,8 +462,8 @@ def all_builds(arch: str) -> list[Build]:
                         builds.append(wgmma_build(wgmma_tile, fitting[0], problem))
                 for rows in range(8, DECODE_MAX_M + 1, 8):
                     few = replace(problem, m=rows)
-                    if decodes(few):
-                        builds.append(decode_build(few))
+                    if decodes(few, limits):
+                        builds.append(decode_build(few, limits))
     return list(dict.fromkeys(builds))  # tiles may take integer zero points as deltas
 
 

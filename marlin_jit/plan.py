@@ -423,12 +423,13 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
         return ()
     shapes = (
         WgmmaTile(16, 2, 1, 2, 256, 2),
+        WgmmaTile(24, 2, 1, 2, 256, 2),
         WgmmaTile(32, 2, 1, 2, 256, 2),
+        WgmmaTile(48, 1, 2, 1, 128, 2),
         WgmmaTile(48, 2, 1, 2, 256, 1),
-        WgmmaTile(48, 2, 2, 1, 128, 1),
+        WgmmaTile(64, 1, 2, 1, 128, 2),
         WgmmaTile(64, 2, 1, 2, 256, 1),
-        WgmmaTile(64, 2, 2, 1, 128, 1),
-        WgmmaTile(96, 1, 2, 1, 128, 1),
+        WgmmaTile(96, 1, 2, 1, 128, 2),
         WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
@@ -531,24 +532,26 @@ def decode_row_blocks(problem: Problem) -> int:
     return _ceil_div(problem.m, 8)
 
 
-def decode_max_warps(problem: Problem) -> int:
-    """Warps that a block can have: rows, and what small groups keep apart, take registers."""
-    return 8 if problem.m > 8 or problem.group_size == 32 else 12
+def decode_max_warps(problem: Problem, limits: Limits) -> int:
+    """Warps that a block can have: rows take registers, and ptxas needs more for small groups and capability 12."""
+    return 8 if problem.m > 8 or (problem.group_size == 32 and limits.major == 12) else 12
 
 
-def decode_max_rows(group_size: int) -> int:
+def decode_max_rows(problem: Problem, limits: Limits) -> int:
     """Rows that there are builds of decode.cu for: more leave no registers for small groups."""
-    return {32: 8, 64: 16}.get(group_size, DECODE_MAX_M)
+    if problem.group_size == 32 and problem.zeros == Zeros.DELTAS and limits.major == 12:
+        return 8
+    return 16 if problem.group_size in (32, 64) else DECODE_MAX_M
 
 
-def decodes(problem: Problem) -> bool:
+def decodes(problem: Problem, limits: Limits) -> bool:
     """Whether there is a build of decode.cu for a problem; it counts bytes of scales in 32 bits."""
     groups = 1 if problem.group_size == -1 else problem.padded_k // problem.group_size
     fits = 2 * (groups + DECODE_BLOCK_K) * problem.padded_n < 2**32
-    return fits and problem.m <= decode_max_rows(problem.group_size)
+    return fits and problem.m <= decode_max_rows(problem, limits)
 
 
-def decode_build(problem: Problem) -> Build:
+def decode_build(problem: Problem, limits: Limits) -> Build:
     """The build of decode.cu, taking zero points as the problem says."""
     return Build(
         "decode.cu",
@@ -556,17 +559,17 @@ def decode_build(problem: Problem) -> Build:
         (
             *_type_macros(problem, problem.zeros),
             ("M_BLOCKS", decode_row_blocks(problem)),
-            ("MAX_WARPS", decode_max_warps(problem)),
+            ("MAX_WARPS", decode_max_warps(problem, limits)),
         ),
     )
 
 
-def decode_shapes(problem: Problem, split: int) -> list[DecodeShape]:
+def decode_shapes(problem: Problem, split: int, limits: Limits) -> list[DecodeShape]:
     """Block shapes worth trying where k is split over `split` blocks.
 
     All the warps that a block can have, and eight: fewer share memory as well, and add up sooner.
     """
-    most = decode_max_warps(problem)
+    most = decode_max_warps(problem, limits)
     share = _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split)
     shapes = []
     for chunks in range(1, most + 1):
@@ -589,7 +592,7 @@ def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits
         return None
     in_memory = split > 1 and cluster == 1
     return Plan(
-        build=decode_build(problem),
+        build=decode_build(problem, limits),
         grid=(columns, split),
         threads=32 * shape.warps,
         smem=smem,
@@ -604,11 +607,11 @@ def decode_plan(shape: DecodeShape, split: int, problem: Problem, limits: Limits
 
 
 def _decode_plans(problem: Problem, limits: Limits) -> Iterator[Plan]:
-    if not decodes(problem):
+    if not decodes(problem, limits):
         return
     blocks_of_k = _ceil_div(problem.padded_k, DECODE_BLOCK_K)
     for split in range(1, min(8, blocks_of_k) + 1):
-        for shape in decode_shapes(problem, split):
+        for shape in decode_shapes(problem, split, limits):
             columns = _ceil_div(problem.padded_n, CHUNK_N * shape.chunks)
             if columns * (split - 1) >= limits.sm_count:
                 continue  # a smaller split keeps every SM busy
@@ -738,7 +741,7 @@ def _decode_microseconds(
     shape: DecodeShape, columns: int, split: int, cluster: int, problem: Problem, limits: Limits
 ) -> float:
     row_blocks = decode_row_blocks(problem)
-    held = max(1, decode_max_warps(problem) // shape.warps)  # blocks an SM, by their registers
+    held = max(1, decode_max_warps(problem, limits) // shape.warps)  # blocks an SM, by their registers
     resident = min(held, _ceil_div(columns * split, limits.sm_count))
     waves = _ceil_div(columns * split, limits.sm_count * held)
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
@@ -782,7 +785,7 @@ def choose_invariant(problem: Problem, limits: Limits) -> Plan:
     What a row's sums are made of, in which order, is decode.cu's share of k: that of the best plan for the
     most rows, taken for any number of them.
     """
-    most = decode_max_rows(problem.group_size)
+    most = decode_max_rows(problem, limits)
     if problem.m == most:
         return min(_decode_plans(problem, limits), key=lambda plan: plan.microseconds)
     best = choose_invariant(replace(problem, m=most), limits)

@@ -187,7 +187,7 @@ TILES = sorted(
     key=str,
 )
 H200 = plan.Limits(132, *launch.ARCH_LIMITS["90a"])
-DECODES = [plan.decode_build(replace(PROBLEM, m=m)).defines for m in (8, 16, 24)]
+DECODES = [plan.decode_build(replace(PROBLEM, m=m), H200).defines for m in (8, 16, 24)]
 
 
 def shared_stage(c: Any, A: np.ndarray) -> np.ndarray:

@@ -778,7 +778,7 @@ def test_parameters_are_read_from_the_source() -> None:
         "correction.cu": "PPPqiiiii",
         "decode.cu": "PqPPPPPqiiiiiiiiiPP",
         "dequantize.cu": "PPPPPPiiiii",
-        "gather.cu": "PqPPqii",
+        "gather.cu": "PqPPqiii",
         "group_sums.cu": "PqPiiiPq",
         "marlin.cu": "PqPPPPPqiiiiiiiiPP",
         "native.cu": "PqPPPPPPqiiiiiiPIi",

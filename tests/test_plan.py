@@ -185,7 +185,7 @@ def test_shared_memory_leaves_room_for_what_blocks_have_besides(arch: str) -> No
                         assert per_sm // (p.smem + SYSTEM_SMEM) == share, (tile, problem, grid)
             for m, split in itertools.product((8, 16, 24), (1, 2)):
                 few = replace(problem, m=m, padded_k=8192)
-                for shape in plan.decode_shapes(few, split) if plan.decodes(few) else ():
+                for shape in plan.decode_shapes(few, split, limits) if plan.decodes(few, limits) else ():
                     p = plan.decode_plan(shape, split, few, limits)
                     assert p is None or p.smem + STATIC_SMEM <= per_block, (shape, few)
 
@@ -221,10 +221,10 @@ def test_sizes_are_those_the_gemm_kernel_uses() -> None:
 def test_sizes_are_those_the_decode_kernel_uses() -> None:
     for group_size, zeros, m in itertools.product(GROUPS, Zeros, (8, 16, 24)):
         problem = Problem(m, 8192, 64, group_size, zeros, False)
-        if not plan.decodes(problem):
+        if not plan.decodes(problem, H200):
             continue
-        for shape in plan.decode_shapes(problem, 2):
-            c = kernel_source.constants("decode.cu", plan.decode_build(problem).defines)
+        for shape in plan.decode_shapes(problem, 2, H200):
+            c = kernel_source.constants("decode.cu", plan.decode_build(problem, H200).defines)
             assert (plan.DECODE_BLOCK_K, m) == (c.BLOCK_K, c.ROWS)
             assert shape.smem(m, group_size, zeros) == shape.warps * c.WARP_BYTES
             assert c.WARP_BYTES >= c.ROWS * c.SUM_PITCH * 4
@@ -434,7 +434,7 @@ def test_invariant_plans_cut_k_alike(problem: Problem, device: tuple[str, Limits
     """A row's sums: how many warps and blocks share k, in what order they are added, what codes become."""
     found = [
         plan.choose_invariant(replace(problem, m=m), device[1])
-        for m in range(1, plan.decode_max_rows(problem.group_size) + 1)
+        for m in range(1, plan.decode_max_rows(problem, device[1]) + 1)
     ]
     assert len({(p.threads // p.chunks, p.grid, p.chunks, p.build.defines["ZEROS"]) for p in found}) == 1
     assert {p.build.defines["M_BLOCKS"] for p in found} == {-(-m // 8) for m in range(1, len(found) + 1)}

@@ -38,27 +38,23 @@ def constants(tile: plan.WgmmaTile, group: int = 128) -> Any:
 
 
 def warps(c: Any) -> Iterator[dict[str, Any]]:
-    """Each consumer warp's names, as `Warp` sets them; per-lane ones as arrays."""
+    """Each consumer warp's names and functions, as `Warp` has them; per-lane values as arrays."""
     text = find(r"struct Warp \{(.*?)\}; using Accumulators")[1]
-    order = (
-        "warpgroup",
-        "wn",
-        "wk",
-        "column",
-        "own_column",
-        "chunk",
-        "word",
-        "first",
-        "SHARE_ROWS",
-        "a_at",
-        "w_at",
-        "s_at",
-    )
-    formulas = {name: re.findall(rf"\b{name} = ([^,;]*)[,;]", text) for name in order}
+    of_warp = ("warpgroup", "wn", "tile_slab", "wk", "chunk", "slab")
+    of_lane = ("word", "first", "SHARE_ROWS", "a_at", "w_at", "s_at")
+    formulas = {name: re.findall(rf"\b{name} = ([^,;]*)[,;]", text) for name in of_warp + of_lane}
     for warp in range(c.CONSUMERS // 32):
         names = vars(c) | {"warp": warp, "lane": LANE, "g": G, "t": T}
-        for name, (formula,) in formulas.items():
-            names[name] = kernel_source.value(formula, names)
+
+        def know(which: tuple[str, ...], names: dict[str, Any] = names) -> None:
+            for name in which:
+                (formula,) = formulas[name]
+                names[name] = kernel_source.value(formula, names)
+
+        know(of_warp)
+        for method in ("slab_of", "column", "own_column"):
+            names[method] = kernel_source.function("wgmma.cu", f"int {method}(int g)", names)
+        know(of_lane)
         yield names
 
 
@@ -73,8 +69,11 @@ def test_every_word_of_a_stage_is_one_warps(tile: plan.WgmmaTile) -> None:
         for step in range(c.WG_STEPS):
             at = names["w_at"] + kernel_source.value(step_at, {**names, "step": step}) - c.W_AT
             assert (at % (4 * c.J) == 0).all()
+            for lanes in np.split(LANE, c.J):  # those that shared memory serves at once
+                banks = {(at[lane] // 4 + j) % 32 for lane in lanes for j in range(c.J)}
+                assert len(banks) == 32, "a bank conflict"
             for j in range(c.J):
-                n = names["column"] + 16 * j
+                n = names["column"](G) + 16 * j
                 row = (names["first"] + step) * 2 * c.TILE_N
                 word = row + 128 * (n // 64) + 4 * LANE + n % 64 // 16  # layout.code_position
                 assert np.array_equal(box[at // 4 + j], word)
@@ -99,7 +98,7 @@ def test_scales_are_those_of_the_slabs_columns(tile: plan.WgmmaTile, group: int)
             row = (names["first"] + step) * 16 // group
             for j in range(c.J):
                 for half in range(2):
-                    n = names["column"] + 16 * j + G + 8 * half
+                    n = names["column"](G) + 16 * j + G + 8 * half
                     assert np.array_equal(box[current // 2 + 2 * j + half], row * c.TILE_N + n)
 
 
@@ -230,19 +229,11 @@ def test_each_product_has_its_own_words_and_each_groups_sum_its_own_scale(
 # ---- sums and the way out -------------------------------------------------------------------------------
 
 
-def store_transposed(memory: np.ndarray, at: np.ndarray, matrices: list[np.ndarray]) -> None:
-    """`stmatrix.trans`: lane 4r + t holds elements 2t, 2t+1 of row r, which become column r.
-
-    Lane 8i + s of the addresses says where row s of matrix i goes.
-    """
-    for i, registers in enumerate(matrices):
-        matrix = np.empty((8, 8), memory.dtype)
-        matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
-        addresses = at[8 * i : 8 * i + 8]
-        assert (addresses % 16 == 0).all()
-        assert len(set(addresses // 16 % 8)) == 8, "a bank conflict"
-        for row in range(8):
-            memory[addresses[row] // 2 : addresses[row] // 2 + 8] = matrix.T[row]
+def transpose8x8(registers: np.ndarray) -> np.ndarray:
+    """`movmatrix.trans` of 16-bit pairs, [32, 2]: lane 4r + t holds elements 2t, 2t+1 of row r."""
+    matrix = np.empty((8, 8), registers.dtype)
+    matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
+    return matrix.T[G[:, None], 2 * T[:, None] + np.arange(2)]
 
 
 def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
@@ -250,7 +241,7 @@ def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
     own = np.empty((c.OWN, c.M_BLOCKS, 4, 32), C.dtype)
     for j in range(c.OWN):
         for mb in range(c.M_BLOCKS):
-            n = names["column"] + 16 * (names["wk"] * c.OWN + j) + G
+            n = names["column"](G) + 16 * (names["wk"] * c.OWN + j) + G
             m = 8 * mb + 2 * T
             own[j, mb] = C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]
     return own
@@ -285,26 +276,22 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     c = constants(tile)
     C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
     memory = np.full(c.M_TILE * c.PITCH, -1)
-    pattern = r"const int lane = thread_anew\(\) % 32, row = ([^,]*lane % 8), column = (w\.own_column [^;]*);"
-    if gated:
-        pattern = r"const int row = (thread_anew\(\) % 16), feature = (w\.own_column [^;]*);"
-    row, column = (text.replace("w.", "").replace("thread_anew()", "lane") for text in find(pattern).groups())
-    to = find(rf"to = shared \+ (\(row \* PITCH \+ {'feature' if gated else 'column'}\) \* 2);")[1]
-    step = find(rf"store_transposed\(to \+ (mb [^,]*j \* {16 if gated else 32}), matrices\);")[1]
+    first = find(rf"to = output \+ (g \* PITCH \+ w\.own_column\(2 \* t\){' / 2' if gated else ''} \+ [^;]*);")[1]
+    step = find(rf"to \+ (mb [^)]*\) \+ j \* {'8' if gated else r'16 [^)]*'})\) = transpose8x8\(pair\);")[1]
     for names in warps(c):
         own = sums_of(c, C, names)
-        names["row"] = kernel_source.value(row, names)
-        names["feature" if gated else "column"] = kernel_source.value(column, names)
-        start = kernel_source.value(to, names)
+        start = kernel_source.value(first.replace("w.", ""), names)
         for j in range(c.OWN):
-            for mb in range(0, c.M_BLOCKS, 2):
-                at = start + kernel_source.value(step, {**names, "j": j, "mb": mb})
-                if gated:  # silu(v[0]) * v[2], silu(v[1]) * v[3]: gate and up are 8 columns apart
-                    assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
-                    matrices = [own[j, mb + i, :2].T for i in range(2)]
-                else:
-                    matrices = [own[j, mb + i // 2, i % 2 * 2 : i % 2 * 2 + 2].T for i in range(4)]
-                store_transposed(memory, at, matrices)
+            for mb in range(c.M_BLOCKS):
+                for half in range(1 if gated else 2):
+                    at = start + kernel_source.value(step, {**names, "j": j, "mb": mb, "half": half})
+                    if gated:  # silu(v[0]) * v[2], silu(v[1]) * v[3]: gate and up are 8 columns apart
+                        assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
+                    pair = transpose8x8(own[j, mb, 2 * half : 2 * half + 2].T)
+                    assert (at % 2 == 0).all()
+                    assert len(set(at // 2 % 32)) == 32, "a bank conflict"
+                    assert (memory[at] == -1).all()
+                    memory[at], memory[at + 1] = pair.T
     assert c.OUTPUT_AT in (0, c.SUMS_BYTES) and c.SUMS_BYTES % 16 == 0
     assert c.OUTPUT_AT + 2 * len(memory) <= c.END_BYTES <= c.END_SLOTS * c.STAGE_BYTES
     found = memory.reshape(c.M_TILE, c.PITCH)
@@ -316,21 +303,37 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
 
 
 @pytest.mark.parametrize("halved", [0, 1])
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_stores_cover_a_tile_once(tile: plan.WgmmaTile, halved: int) -> None:
+def test_stores_cover_what_exists_of_a_tile_once(
+    tile: plan.WgmmaTile, aligned: bool, halved: int, rng: np.random.Generator
+) -> None:
     c = constants(tile)
     log = kernel_source.value(find(r"log = (LOG_VECTORS [^;]*);")[1], vars(c) | {"halved": halved})
-    names = vars(c) | {"log": log, "thread": np.arange(c.CONSUMERS)}
-    rows = kernel_source.value(find(r"const int rows = (CONSUMERS [^;]*);")[1], names)
-    row, column = find(r"const int row = (thread >> log), column = (\(thread [^,]*),").groups()
-    names["row"] = kernel_source.value(row, names)
-    column = kernel_source.value(column, names)
-    inside = find(r"row >= (M_TILE - first)\) continue;")[1]
-    written = np.zeros((c.M_TILE, c.TILE_N >> halved), np.int64)
-    for first in range(0, c.M_TILE, rows):
-        stored = names["row"] < kernel_source.value(inside, names | {"first": first})
-        written[first + names["row"][stored], column[stored]] += 1
-    assert (written[:, ::8] == 1).all() and written.sum() == written[:, ::8].size
+    by_vector = find(r"for_rows\(m_left, (log), \[&\]")[1]
+    by_element = find(r"for_rows\(m_left, (aligned [^,]*), \[&\]")[1]
+    vectors_of, part_of = find(r"vectors = (aligned [^;]*);")[1], find(r"part = (thread & [^;]*);")[1]
+    rows_of_pass = find(r"first < M_TILE; first \+= ([^)]*)\)")[1]
+    row_of = find(r"const int row = (first \+ \(thread >> log\));")[1]
+    width = c.TILE_N >> halved
+    for columns, m_left in ((width, c.M_TILE + 5), *rng.integers(1, (width, c.M_TILE), (6, 2)).tolist()):
+        written = np.zeros((c.M_TILE, width), np.int64)
+        names = vars(c) | {"aligned": aligned, "columns": columns, "log": log}
+        vectors = kernel_source.value(vectors_of, names)
+        for one, formula in ((False, by_vector), (True, by_element)):
+            names |= {"log": kernel_source.value(formula, names | {"log": log}), "thread": np.arange(c.CONSUMERS)}
+            part = kernel_source.value(part_of, names)
+            for first in range(0, c.M_TILE, kernel_source.value(rows_of_pass, names)):
+                row = kernel_source.value(row_of, names | {"first": first})
+                for m, p in zip(row.tolist(), part.tolist(), strict=True):
+                    if m >= min(c.M_TILE, m_left):
+                        continue
+                    if one and 8 * vectors + p < columns:
+                        written[m, 8 * vectors + p] += 1
+                    elif not one and p < vectors:
+                        written[m, 8 * p : 8 * p + 8] += 1
+        assert (written[:m_left, :columns] == 1).all()
+        assert written.sum() == min(m_left, c.M_TILE) * columns
 
 
 # ---- the ring -------------------------------------------------------------------------------------------

@@ -203,7 +203,15 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
                 if (step % 2 == 0)
 #pragma unroll
                     for (int mb = 0; mb < M_BLOCKS; mb++) load_matrix4(f[mb], from + mb * (8 * A_PITCH) + step * 32);
-                const uint32_t q[4] = {w[step].x, w[step].y, w[step].z, w[step].w};
+                uint32_t q[4] = {w[step].x, w[step].y, w[step].z, w[step].w};
+                // Small groups are not unpacked before their scales or zeros are there: all of a block's at once would
+                // take more registers than there are. (`none` is zero.)
+                if (GROUP == 32 && begins && ZEROS != 2) {
+                    uint32_t pair[4];
+                    load_shared16(pair, here + S_AT + row);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) q[j] ^= pair[j] & none;
+                }
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     uint32_t codes[4];

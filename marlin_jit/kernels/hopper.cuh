@@ -87,18 +87,6 @@ __device__ __forceinline__ void load_shared(uint32_t (&to)[2], uint32_t from) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
 }
 
-// Stores 8x8 matrices of 16-bit elements transposed: what lanes hold as row r becomes column r. Lane i of each group of
-// eight gives the address of row i as it is stored.
-__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&r)[2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(to), "r"(r[0]), "r"(r[1])
-                 : "memory");
-}
-
 // ---- products of a warpgroup ---------------------------------------------------------------------------------------
 
 // Registers that products read or add to were written before this, by whatever else.
@@ -128,7 +116,7 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
 }
 
 // d += a * b, or d = a * b where `FRESH`, in float32: a is 64 x 16 (of each warp's 16 rows four registers a lane, as in
-// m16n8k16), b 16 x 16, 32, 48, 64, 96 or 128.
+// m16n8k16), b 16 x 16, 24, 32, 48, 64, 96 or 128.
 // d[4i .. 4i+3] is rows g, g, g+8, g+8 and columns 8i + 2t, 8i + 2t + 1, and again.
 #if BF16
 #define PRODUCT_TYPES ".f32.bf16.bf16 "
@@ -145,6 +133,15 @@ __device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], u
         "%0,%1,%2,%3,%4,%5,%6,%7"
         "}, {%8,%9,%10,%11}, %12, add, 1, 1, 0;\n}"
         : EIGHT(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
+}
+template <bool FRESH>
+__device__ __forceinline__ void product(float (&d)[12], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n .reg .pred add;\n setp.eq.b32 add, %17, 0;\n wgmma.mma_async.sync.aligned.m64n24k16" PRODUCT_TYPES "{"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
+        "}, {%12,%13,%14,%15}, %16, add, 1, 1, 0;\n}"
+        : EIGHT(0), FOUR(8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(FRESH));
 }
 template <bool FRESH>

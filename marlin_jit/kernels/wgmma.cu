@@ -6,9 +6,10 @@
 //
 // Who holds what. A block owns a tile of M_TILE rows x TILE_N = 64 * J * WG_N columns. Two warpgroups consume: they
 // stand in a grid, where (wn, wk) takes 64 * J columns and, in every stage, the wk-th share of the stage's k. Warp w of
-// one takes its 16 * J columns from 16 * J * w on, as J slabs of 16, each the warp's rows of one wgmma: J neighbouring
-// words of a lane's vector of B. Lane (g = lane / 4, t = lane % 4) holds for slab j and 8-row block mb
-//     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1).
+// one takes 16 * J columns, as J slabs of 16, each the warp's rows of one wgmma: J neighbouring words of a lane's vector of
+// B. Lane (g = lane / 4, t = lane % 4) holds for slab j and 8-row block mb
+//     acc[j][mb][0..3] = C at (n = 16j+g, m = 8mb+2t), (same n, m+1), (n+8, m), (n+8, m+1)
+// from the first slab's column on. Which slab that is turns with g: see Warp.
 // One lane of the third warpgroup produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
 //
 // How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
@@ -42,7 +43,6 @@ static_assert(WG_K <= 2, "two sums have one order");
 constexpr bool SCALES_SUMS =
     ZEROS != 1 && (GROUP == 0 || (M_TILE * 2 <= GROUP && M_TILE * J <= 128 && WG_STEPS * 16 % GROUP == 0));
 static_assert(J % WG_K == 0, "whole slabs are exchanged");
-static_assert(M_BLOCKS % 2 == 0, "two 8-row blocks are stored at once");
 
 // One lane copies, but a whole warpgroup can pass its registers on to the consumers (a lone warp would keep its share,
 // and registers are given out as if to whole warpgroups).
@@ -217,15 +217,19 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
 // ---- shared -> registers -> tensor cores: the consumers ------------------------------------------------------------
 
 struct Warp {
-    int lane, g, t, wk;
-    int column, own_column;     // the warp's first in the tile, and the first that it finishes
+    int lane, g, t, wk, chunk, slab;
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
+    // Of its chunk's four slabs of 16 columns, the one whose rows g and g + 8 are rows g and g + 8 of the warp's first A
+    // operand. If it were the same for all g, lanes would meet in the banks of one word of every four.
+    __device__ __forceinline__ int slab_of(int g) const { return (slab + g / 2 * J) % 4; }
+    // Where that slab begins in the tile; and where the first does that the warp finishes.
+    __device__ __forceinline__ int column(int g) const { return chunk * 64 + slab_of(g) * 16; }
+    __device__ __forceinline__ int own_column(int g) const { return column(g) + wk * (16 * OWN); }
     __device__ __forceinline__ explicit Warp(int warp) {
-        const int warpgroup = warp / 4, wn = warpgroup % WG_N;
+        const int warpgroup = warp / 4, wn = warpgroup % WG_N, tile_slab = (wn * 4 + warp % 4) * J;
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wk = warpgroup / WG_N;
-        column = (wn * 4 + warp % 4) * 16 * J;
-        own_column = column + wk * (16 * OWN);
-        const int chunk = column / 64, word = column % 64 / 16, first = wk * WG_STEPS;
+        chunk = tile_slab / 4, slab = tile_slab % 4;
+        const int word = slab_of(g), first = wk * WG_STEPS;
         constexpr int SHARE_ROWS = WG_STEPS * 16 / (GROUP == 0 ? 1024 : GROUP);  // of scales, in a share of k
         a_at = first / 4 * BOX_BYTES + first % 4 * 32;
         w_at = W_AT + first * W_ROW + chunk * 512 + lane * 16 + word * 4;
@@ -262,7 +266,7 @@ __device__ __forceinline__ void column_scales(Scales<J>& s, const Problem& p, co
     uint32_t zeros[J] = {};
 #pragma unroll
     for (int j = 0; j < J; j++) {
-        const int at = scale_position(min(tile.n0 + w.column, p.padded_n - 16 * J) + 16 * j + w.g, true);
+        const int at = scale_position(min(tile.n0 + w.column(w.g), p.padded_n - 16 * J) + 16 * j + w.g, true);
         s.scale[j] = p.scales[at] | static_cast<uint32_t>(p.scales[at + 2]) << 16;
         if (ZEROS) zeros[j] = p.zeros[at] | static_cast<uint32_t>(p.zeros[at + 2]) << 16;
     }
@@ -476,81 +480,83 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
 constexpr int LOG_VECTORS = J * WG_N == 1 ? 3 : J * WG_N == 2 ? 4 : 5;  // of the 16-byte vectors of a tile's row
 static_assert(TILE_N / 8 == 1 << LOG_VECTORS, "a power of two");
 
-// Rounds once, and leaves the transposed fragments in shared memory as rows: four matrices at a time, in lane order
-// (n 0-7, m 0-7), (n 8-15, m 0-7), (n 0-7, m 8-15), (n 8-15, m 8-15).
-__device__ __forceinline__ void round_tile(const Owned& own, uint32_t shared, const Problem& p, const Tile& tile,
+// Rounds once, and leaves the transposed fragments in shared memory as rows: then a lane holds two columns of a row, of the
+// slab that their lanes had.
+__device__ __forceinline__ void round_tile(const Owned& own, uint16_t* output, const Problem& p, const Tile& tile,
                                            const Warp& w) {
-    const int lane = thread_anew() % 32, row = lane / 16 * 8 + lane % 8, column = w.own_column + lane / 8 % 2 * 8;
-    const uint32_t to = shared + (row * PITCH + column) * 2;
+    const int lane = thread_anew() % 32, g = lane / 4, t = lane % 4;
+    uint16_t* to = output + g * PITCH + w.own_column(2 * t) + 2 * t;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int n = tile.n0 + w.own_column + 16 * j + w.g;
+        const int n = tile.n0 + w.own_column(g) + 16 * j + g;
         float bias[2] = {0.f, 0.f};
         if (p.bias != nullptr) {
             if (n < p.n) bias[0] = Type::to_float(p.bias[n]);
             if (n + 8 < p.n) bias[1] = Type::to_float(p.bias[n + 8]);
         }
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb += 2) {
-            uint32_t matrices[4];
+        for (int mb = 0; mb < M_BLOCKS; mb++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float(&v)[4] = own[j][mb + i / 2];
-                matrices[i] = Type::pair(v[i % 2 * 2] + bias[i % 2], v[i % 2 * 2 + 1] + bias[i % 2]);
+            for (int half = 0; half < 2; half++) {
+                const float(&v)[4] = own[j][mb];
+                const uint32_t pair = Type::pair(v[2 * half] + bias[half], v[2 * half + 1] + bias[half]);
+                *reinterpret_cast<uint32_t*>(to + mb * (8 * PITCH) + j * 16 + half * 8) = transpose8x8(pair);
             }
-            store_transposed(to + mb * (16 * PITCH) + j * 32, matrices);
-        }
     }
 }
 
-// The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8. Two matrices at a time:
-// (m 0-7), (m 8-15).
-__device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t shared, const Warp& w) {
-    const int row = thread_anew() % 16, feature = w.own_column / 2;
-    const uint32_t to = shared + (row * PITCH + feature) * 2;
+// The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8.
+__device__ __forceinline__ void round_gated_tile(const Owned& own, uint16_t* output, const Warp& w) {
+    const int lane = thread_anew() % 32, g = lane / 4, t = lane % 4;
+    uint16_t* to = output + g * PITCH + w.own_column(2 * t) / 2 + 2 * t;
 #pragma unroll
     for (int j = 0; j < OWN; j++)
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb += 2) {
-            uint32_t matrices[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float(&v)[4] = own[j][mb + i];
-                matrices[i] = Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]);
-            }
-            store_transposed(to + mb * (16 * PITCH) + j * 16, matrices);
+        for (int mb = 0; mb < M_BLOCKS; mb++) {
+            const float(&v)[4] = own[j][mb];
+            const uint32_t pair = Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]);
+            *reinterpret_cast<uint32_t*>(to + mb * (8 * PITCH) + j * 8) = transpose8x8(pair);
         }
 }
 
-// Writes a tile as 16-byte rows. Every thread makes as many passes: see barrier_wait.
+// Of a tile's rows those that exist: 1 << log threads take one together. Every thread makes as many passes: see
+// barrier_wait.
+template <class Copy>
+__device__ __forceinline__ void for_rows(int m_left, int log, const Copy& copy) {
+    const int thread = thread_anew(), part = thread & ((1 << log) - 1);
+#pragma unroll 1
+    for (int first = 0; first < M_TILE; first += CONSUMERS >> log) {
+        const int row = first + (thread >> log);
+        if (row < min(M_TILE, m_left)) copy(row, part);
+    }
+}
+
+// Writes a tile's rows by 16 bytes, and by elements what is not aligned, neighbours side by side.
 __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
                                            const Warp& w) {
-    const uint32_t output = shared_address(smem) + OUTPUT_AT;
+    uint16_t* output = reinterpret_cast<uint16_t*>(smem + OUTPUT_AT);
     if (OUTPUT_AT == 0) Consumers::sync();  // sums lay there
     if (p.gated)
         round_gated_tile(own, output, w);
     else
         round_tile(own, output, p, tile, w);
     Consumers::sync();
+    const int halved = p.gated ? 1 : 0, n0 = tile.n0 >> halved, log = LOG_VECTORS - halved;
+    const int columns = min(TILE_N >> halved, p.n - n0), m_left = p.m - tile.m0;
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
-    const int thread = thread_anew(), halved = p.gated ? 1 : 0, log = LOG_VECTORS - halved;  // of the vectors of a row
-    const int rows = CONSUMERS >> log;                               // of a pass
-    const int row = thread >> log, column = (thread - (row << log)) * 8, n = (tile.n0 >> halved) + column;
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(smem + OUTPUT_AT) + row * PITCH + column;
-    uint16_t* to = p.c + (tile.m0 + row) * p.ldc + n;
-    int m_left = p.m - tile.m0 - row;
-    const int n_left = p.n - n;
-#pragma unroll 1
-    for (int first = 0; first < M_TILE; first += rows, m_left -= rows, from += rows * PITCH, to += rows * p.ldc) {
-        if (m_left <= 0 || n_left <= 0 || row >= M_TILE - first) continue;
-        if (aligned && n_left >= 8) {
-            *reinterpret_cast<Vec4*>(to) = *reinterpret_cast<const Vec4*>(from);
-        } else {
-            const int columns = min(n_left, 8);
-#pragma unroll 1
-            for (int i = 0; i < columns; i++) to[i] = from[i];
-        }
-    }
+    const int vectors = aligned ? columns / 8 : 0;  // of a row; the elements after them are stored one by one
+    uint16_t* to = p.c + tile.m0 * p.ldc + n0;
+    if (vectors > 0)
+        for_rows(m_left, log, [&](int row, int part) {
+            if (part >= vectors) return;
+            const Vec4 vector = *reinterpret_cast<const Vec4*>(output + row * PITCH + part * 8);
+            *reinterpret_cast<Vec4*>(to + row * p.ldc + part * 8) = vector;
+        });
+    if (vectors * 8 < columns)
+        for_rows(m_left, aligned ? 3 : log + 3, [&](int row, int part) {
+            const int column = vectors * 8 + part;
+            if (column < columns) to[row * p.ldc + column] = output[row * PITCH + column];
+        });
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
