@@ -202,26 +202,34 @@ class Run:
             for variant in variants_of(library, self.variants)
             if covers(library, variant, m)
         ]
-        for number in range(self.passes):
-            for library, variant, m in points if number % 2 == 0 else reversed(points):
-                worker = self.workers[library]
-                if library in reasons:
-                    continue
-                if self.budget.left < 1.0:
-                    self.complete = False
-                    break
-                request = {"op": "time", "variant": variant, "m": m, "options": self.options}
-                try:
-                    worker.send(request)
-                    answer = worker.receive(min(60.0, self.budget.left))
-                except WorkerLost as lost:
-                    answer = {"failed": str(lost), "fatal": True}
-                answers.setdefault((library, variant, m), []).append(answer)
-                if answer.get("fatal"):
-                    worker.stop()
-                    reason = self._reopen(worker, k, n)
-                    if reason is not None:
-                        reasons[library] = reason
+        # Few rows first: after many of them a GPU at its power limit runs slower for a while.
+        few = [point for point in points if point[2] <= SINGLE_MAX_M]
+        many = [point for point in points if point[2] > SINGLE_MAX_M]
+        turns = [
+            point
+            for part in (few, many)
+            for number in range(self.passes)
+            for point in (part if number % 2 == 0 else part[::-1])
+        ]
+        for library, variant, m in turns:
+            worker = self.workers[library]
+            if library in reasons:
+                continue
+            if self.budget.left < 1.0:
+                self.complete = False
+                break
+            request = {"op": "time", "variant": variant, "m": m, "options": self.options}
+            try:
+                worker.send(request)
+                answer = worker.receive(min(60.0, self.budget.left))
+            except WorkerLost as lost:
+                answer = {"failed": str(lost), "fatal": True}
+            answers.setdefault((library, variant, m), []).append(answer)
+            if answer.get("fatal"):
+                worker.stop()
+                reason = self._reopen(worker, k, n)
+                if reason is not None:
+                    reasons[library] = reason
         for library, variant, m in points:
             got = answers.get((library, variant, m), [])
             reason = reasons.get(library, f"{NOT_RUN} the time allowed was spent")

@@ -426,9 +426,7 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
         WgmmaTile(24, 2, 1, 2, 256, 2),
         WgmmaTile(32, 2, 1, 2, 256, 2),
         WgmmaTile(48, 1, 2, 1, 128, 2),
-        WgmmaTile(48, 2, 1, 2, 256, 1),
         WgmmaTile(64, 1, 2, 1, 128, 2),
-        WgmmaTile(64, 2, 1, 2, 256, 1),
         WgmmaTile(96, 1, 2, 1, 128, 2),
         WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
@@ -533,7 +531,7 @@ def decode_row_blocks(problem: Problem) -> int:
 
 
 def decode_max_warps(problem: Problem, limits: Limits) -> int:
-    """Warps that a block can have: rows take registers, and ptxas needs more for small groups and capability 12."""
+    """Warps that a block can have: rows take registers, and for capability 12 small groups do."""
     return 8 if problem.m > 8 or (problem.group_size == 32 and limits.major == 12) else 12
 
 
@@ -647,12 +645,15 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     """What a unit costs an SM: for 64 columns x 128 k, unpacking, and fetching and multiplying the rows."""
     chunks = tile.n_tile // CHUNK_N * tile.k_stage / 128
     if isinstance(tile, WgmmaTile):
-        # An instruction takes its time for few rows too; the largest tile's four stages are few.
-        if tile.scales_sums(problem.group_size, problem.zeros):
-            chunk = 0.104 + 0.0011 * tile.m_tile if tile.blocks > 1 else 0.083 + 0.0021 * tile.m_tile
+        # Two instructions a k16 step share what surrounds them; few rows take an instruction's time too.
+        if tile.slabs == 1:
+            chunk = 0.1075 + 0.0018 * tile.m_tile + (0.016 if tile.m_tile > 96 else 0.0)
+        elif tile.wg_k == 2:
+            chunk = 0.1045 + 0.00126 * max(20, tile.m_tile)
         else:
-            chunk = 0.104 + 0.002 * max(24, tile.m_tile)
-        chunk += 0.025 if tile.m_tile * tile.n_tile > 1 << 14 else 0.0
+            chunk = 0.00306 * tile.m_tile - 0.016
+        if tile.m_tile <= 64 and not tile.scales_sums(problem.group_size, problem.zeros):
+            chunk += 0.0155
         return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
@@ -704,8 +705,7 @@ def _gemm_microseconds(
     return _START + work + exchange + 2.25 + again
 
 
-_WGMMA_STREAM = 5.9e6  # as _STREAM, seen from grids that overlap
-_WGMMA_TURN = 2.05  # microseconds that a block takes to begin another tile
+_WGMMA_STREAM = 5.5e6  # as _STREAM, seen from grids that overlap
 
 
 def _wgmma_microseconds(
@@ -713,26 +713,29 @@ def _wgmma_microseconds(
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.915)
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.944)
     busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
-    # More blocks wait longer for the first bytes; of few nothing was measured.
-    took = 0.95 + 1.97 * min(1.0, max(0.4, grid / limits.sm_count))
+    # More blocks wait longer for the first bytes; of few nothing was measured. Blocks that fill an SM leave
+    # no room for the next launch's.
+    took = 1.285 + 1.4 * min(1.0, max(0.4, grid / limits.sm_count)) + (0.35 if tile.blocks == 1 else 0.0)
     took += _both(busiest * unit, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
+    kilobytes = tile.partial_bytes / 1024
+    turn = 1.15 + 0.04 * kilobytes  # that a block takes to begin another tile
     if not split_tiles:
-        return took + _WGMMA_TURN * (turns - 1)
-    kilobytes, sharers = tile.partial_bytes / 1024, _sharers(grid, split_tiles, each)
-    took += sharers * (0.085 + 0.0145 * kilobytes) + (0.031 * kilobytes if resident > 1 else 0.0)
+        return took + turn * (turns - 1)
+    sharers = _sharers(grid, split_tiles, each)
+    took += 0.026 * kilobytes if resident > 1 else 0.0
     if each:
         lead = (units - sharers * each) * unit * resident
-        return took + 0.31 * max(0.0, 3.0 - lead)
-    return took + 1.2 + _WGMMA_TURN * (split_tiles / grid + turns)
+        return took + sharers * (0.014 * kilobytes - 0.02) + 0.314 * max(0.0, 3.0 - lead)
+    return took + sharers * (0.02 * kilobytes - 0.02) + 0.96 + turn * (split_tiles / grid + turns)
 
 
 # Microseconds that a warp takes for a block of 128 k: alone, and more for each warp of the SM, by row blocks.
 _DECODE_STEP = 0.48
 _DECODE_ISSUE = (0.030, 0.066, 0.121)
-_DECODE_ISSUE_ZEROS = {Zeros.NONE: 1.0, Zeros.DELTAS: 1.1, Zeros.POINTS: 1.02}
+_DECODE_ISSUE_ZEROS = {Zeros.NONE: 1.0, Zeros.DELTAS: 1.25, Zeros.POINTS: 1.02}
 _DECODE_STREAM = 4.8e6  # as _STREAM, seen from grids that overlap
 _DECODE_START = 1.8
 
@@ -751,7 +754,7 @@ def _decode_microseconds(
     exchange = 0.0
     if split > 1:
         exchange = (
-            0.2 + 0.06 * row_blocks * shape.chunks
+            0.2 + shape.chunks * (0.06 * row_blocks + (0.25 if row_blocks > 1 else 0.0))
             if cluster > 1
             else 0.86 + 0.055 * split * row_blocks * shape.chunks
         )

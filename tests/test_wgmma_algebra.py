@@ -276,7 +276,9 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     c = constants(tile)
     C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
     memory = np.full(c.M_TILE * c.PITCH, -1)
-    first = find(rf"to = output \+ (g \* PITCH \+ w\.own_column\(2 \* t\){' / 2' if gated else ''} \+ [^;]*);")[1]
+    first = find(
+        rf"to = output \+ (g \* PITCH \+ w\.own_column\(2 \* t\){' / 2' if gated else ''} \+ [^;]*);"
+    )[1]
     step = find(rf"to \+ (mb [^)]*\) \+ j \* {'8' if gated else r'16 [^)]*'})\) = transpose8x8\(pair\);")[1]
     for names in warps(c):
         own = sums_of(c, C, names)
@@ -321,7 +323,10 @@ def test_stores_cover_what_exists_of_a_tile_once(
         names = vars(c) | {"aligned": aligned, "columns": columns, "log": log}
         vectors = kernel_source.value(vectors_of, names)
         for one, formula in ((False, by_vector), (True, by_element)):
-            names |= {"log": kernel_source.value(formula, names | {"log": log}), "thread": np.arange(c.CONSUMERS)}
+            names |= {
+                "log": kernel_source.value(formula, names | {"log": log}),
+                "thread": np.arange(c.CONSUMERS),
+            }
             part = kernel_source.value(part_of, names)
             for first in range(0, c.M_TILE, kernel_source.value(rows_of_pass, names)):
                 row = kernel_source.value(row_of, names | {"first": first})

@@ -20,7 +20,7 @@
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
 //
-// Build constants: BF16, M_TILE (16, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
+// Build constants: BF16, M_TILE (16, 24, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
 // 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
 // MIN_BLOCKS (1, 2: blocks an SM, bounds the registers).
 #include "hopper.cuh"
