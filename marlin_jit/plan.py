@@ -647,7 +647,7 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     if isinstance(tile, WgmmaTile):
         # Two instructions a k16 step share what surrounds them; few rows take an instruction's time too.
         if tile.slabs == 1:
-            chunk = 0.1075 + 0.0018 * tile.m_tile + (0.016 if tile.m_tile > 96 else 0.0)
+            chunk = 0.1 + 0.0018 * tile.m_tile + 0.0004 * max(0, tile.m_tile - 72)
         elif tile.wg_k == 2:
             chunk = 0.1045 + 0.00126 * max(20, tile.m_tile)
         else:
@@ -735,7 +735,8 @@ def _wgmma_microseconds(
 # Microseconds that a warp takes for a block of 128 k: alone, and more for each warp of the SM, by row blocks.
 _DECODE_STEP = 0.48
 _DECODE_ISSUE = (0.030, 0.066, 0.121)
-_DECODE_ISSUE_ZEROS = {Zeros.NONE: 1.0, Zeros.DELTAS: 1.25, Zeros.POINTS: 1.02}
+# What zero points make of the latter, with one row block and with more.
+_DECODE_ISSUE_ZEROS = {Zeros.NONE: (1.0, 1.0), Zeros.DELTAS: (1.1, 1.25), Zeros.POINTS: (1.02, 1.1)}
 _DECODE_STREAM = 4.8e6  # as _STREAM, seen from grids that overlap
 _DECODE_START = 1.8
 
@@ -748,7 +749,9 @@ def _decode_microseconds(
     resident = min(held, _ceil_div(columns * split, limits.sm_count))
     waves = _ceil_div(columns * split, limits.sm_count * held)
     steps = waves * _ceil_div(_ceil_div(problem.padded_k, DECODE_BLOCK_K), split * shape.k_warps)
-    issue = _DECODE_ISSUE[row_blocks - 1] * _DECODE_ISSUE_ZEROS[problem.zeros]
+    issue = _DECODE_ISSUE[row_blocks - 1] * _DECODE_ISSUE_ZEROS[problem.zeros][row_blocks > 1]
+    if problem.group_size == 32 and row_blocks > 1:
+        issue *= 1.1
     pace = steps * (_DECODE_STEP + issue * shape.warps * resident)
     work = _both(pace, _stream_microseconds(problem, _DECODE_STREAM))
     exchange = 0.0

@@ -13,7 +13,7 @@
 // One lane of the third warpgroup produces: it copies stages into a ring of shared memory, as boxes of tensor maps.
 //
 // How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
-// the tensor cores multiply one k16 step, the next one's weights are unpacked. The producer runs ahead. Between pieces of
+// the tensor cores multiply PER k16 steps, the next ones' weights are unpacked. The producer runs ahead. Between pieces of
 // work sums and outputs pass through the ring's first slots: those the producer fills only when that is over (idle
 // barrier). A block's first weights are asked for while the grid before it may still work, its activations not.
 //
@@ -34,7 +34,6 @@ constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN = J / WG_K;                // slabs a warpgroup finishes after the sum over wk
-static_assert(WG_STEPS % 2 == 0, "weights alternate between two register sets");
 static_assert(WG_K <= 2, "two sums have one order");
 
 // Codes may be multiplied as they are, exactly, and a group's float32 sums scaled: M_TILE / 2 fma a slab and group, where
@@ -42,6 +41,12 @@ static_assert(WG_K <= 2, "two sums have one order");
 // to weights.
 constexpr bool SCALES_SUMS =
     ZEROS != 1 && (GROUP == 0 || (M_TILE * 2 <= GROUP && M_TILE * J <= 128 && WG_STEPS * 16 % GROUP == 0));
+constexpr bool GROUP_SUMS = SCALES_SUMS && GROUP != 0;
+
+// k16 steps between two waits: two where few rows make products short, there are registers, and what is fetched ahead
+// begins no other group.
+constexpr int PER = M_TILE > 64 || (GROUP_SUMS && (GROUP == 32 || (M_TILE == 32 && J == 2))) ? 1 : 2;
+static_assert(WG_STEPS % (2 * PER) == 0, "weights alternate between two register sets");
 static_assert(J % WG_K == 0, "whole slabs are exchanged");
 
 // One lane copies, but a whole warpgroup can pass its registers on to the consumers (a lone warp would keep its share,
@@ -219,8 +224,8 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
 struct Warp {
     int lane, g, t, wk, chunk, slab;
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
-    // Of its chunk's four slabs of 16 columns, the one whose rows g and g + 8 are rows g and g + 8 of the warp's first A
-    // operand. If it were the same for all g, lanes would meet in the banks of one word of every four.
+    // Of its chunk's four slabs of 16 columns, the one whose columns g and g + 8 are rows g and g + 8 of the warp's first
+    // A operand. Were it the same for all g, lanes would meet in the banks of the same word of every vector.
     __device__ __forceinline__ int slab_of(int g) const { return (slab + g / 2 * J) % 4; }
     // Where that slab begins in the tile; and where the first does that the warp finishes.
     __device__ __forceinline__ int column(int g) const { return chunk * 64 + slab_of(g) * 16; }
@@ -242,16 +247,17 @@ using Slab = float[M_BLOCKS * 4];  // one slab's, as `product` takes them
 __device__ __forceinline__ Slab& slab(Accumulators& acc, int j) { return *reinterpret_cast<Slab*>(&acc[j]); }
 
 struct Fetched {
-    uint32_t words[J];
+    uint32_t words[PER][J];
     Scales<J> scales;
 };
 
 __device__ constexpr bool group_begins(int step) { return GROUP != 0 && (step == 0 || step * 16 % GROUP_K == 0); }
 __device__ constexpr bool group_ends(int step) { return GROUP != 0 && (step + 1) * 16 % GROUP_K == 0; }
 
-// The words of one step, and its scales where it begins a group or a stage.
+// The words of PER steps, and scales where they begin a group or a stage.
 __device__ __forceinline__ void fetch(Fetched& f, uint32_t stage, const Warp& w, int step) {
-    load_shared(f.words, stage + w.w_at + step * W_ROW);
+#pragma unroll
+    for (int i = 0; i < PER; i++) load_shared(f.words[i], stage + w.w_at + (step + i) * W_ROW);
     if (group_begins(step)) {
         const uint32_t from = stage + w.s_at + step * 16 / GROUP_K * S_ROW;
         uint32_t zeros[J] = {};
@@ -273,18 +279,21 @@ __device__ __forceinline__ void column_scales(Scales<J>& s, const Problem& p, co
     s.set_zeros(zeros);
 }
 
-using Weights = uint32_t[2][J][4];  // of this step and the next
+using Weights = uint32_t[2][PER][J][4];  // of these steps and the next
 
 __device__ __forceinline__ void weigh_words(Weights& a, int set, const Fetched& f) {
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-        if (!SCALES_SUMS)
-            weigh_word(a[set][j], f.words[j], f.scales, j);
-        else if (ZEROS == 2)
-            shifted(a[set][j], f.words[j], f.scales.zero[j]);
-        else
-            centered(a[set][j], f.words[j]);
-    }
+    for (int i = 0; i < PER; i++)
+#pragma unroll
+        for (int j = 0; j < J; j++) {
+            uint32_t(&to)[4] = a[set][i][j];
+            if (!SCALES_SUMS)
+                weigh_word(to, f.words[i][j], f.scales, j);
+            else if (ZEROS == 2)
+                shifted(to, f.words[i][j], f.scales.zero[j]);
+            else
+                centered(to, f.words[i][j]);
+        }
 }
 
 // acc += scale * sum, or acc *= scale where there is one group.
@@ -307,7 +316,6 @@ struct Unit {
 };
 
 // A warp's sums: of a group and, scaled, of all; or, where weights are scaled or there is one group, of all.
-constexpr bool GROUP_SUMS = SCALES_SUMS && GROUP != 0;
 struct Totals {
     Accumulators all, group;
     // Those that products are added to.
@@ -332,34 +340,41 @@ __device__ __forceinline__ void fetch_ahead(Fetched& f, const Unit& unit, const 
     }
 }
 
-// Multiplies a unit's steps from STEP on; then the weights of the next unit's first step are ready. (The compiler does
+template <int STEP>
+__device__ __forceinline__ void multiply_step(Totals& sums, const uint32_t (&a)[J][4], uint64_t operand) {
+    constexpr int FURTHER = STEP / 4 * BOX_BYTES + STEP % 4 * 32;
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        product<GROUP_SUMS && group_begins(STEP)>(slab(sums.open(), j), a[j], operand + FURTHER / 16);
+}
+
+// Multiplies a unit's steps from STEP on; then the weights of the next unit's first steps are ready. (The compiler does
 // not unroll a plain loop in all builds.)
 template <int STEP>
 __device__ __forceinline__ void multiply(Totals& sums, Weights& a, Fetched& f, const Unit& unit, const Warp& w,
                                          uint32_t (&scale)[J]) {
-    constexpr int FURTHER = STEP / 4 * BOX_BYTES + STEP % 4 * 32;
+    constexpr int SET = STEP / PER % 2;
     const uint64_t operand = operand_at(unit.stage + w.a_at);
     if (GROUP_SUMS && group_begins(STEP))
 #pragma unroll
         for (int j = 0; j < J; j++) scale[j] = f.scales.scale[j];
 #pragma unroll
-    for (int j = 0; j < J; j++) hold(a[STEP % 2][j]);
+    for (int i = 0; i < PER * J; i++) hold(a[SET][i / J][i % J]);
     products_fence();
-#pragma unroll
-    for (int j = 0; j < J; j++)
-        product<GROUP_SUMS && group_begins(STEP)>(slab(sums.open(), j), a[STEP % 2][j], operand + FURTHER / 16);
+    multiply_step<STEP>(sums, a[SET][0], operand);
+    if (PER == 2) multiply_step<STEP + 1>(sums, a[SET][PER - 1], operand);
     products_commit();
-    if (AHEAD == 1) fetch_ahead<STEP + 1>(f, unit, w);
+    if (AHEAD == 1) fetch_ahead<STEP + PER>(f, unit, w);
     products_wait<1>();
     if (STEP == 0 && !unit.first && w.lane == 0) barrier_arrive(unit.read);
-    weigh_words(a, (STEP + 1) % 2, f);
-    if (AHEAD == 2) fetch_ahead<STEP + 2>(f, unit, w);
-    if constexpr (GROUP_SUMS && group_ends(STEP)) {
+    weigh_words(a, 1 - SET, f);
+    if (AHEAD == 2) fetch_ahead<STEP + 2 * PER>(f, unit, w);
+    if constexpr (GROUP_SUMS && group_ends(STEP + PER - 1)) {
         products_wait<0>();
         hold_all(sums.open());
         add_scaled(sums.all, sums.open(), scale);
     }
-    if constexpr (STEP + 1 < WG_STEPS) multiply<STEP + 1>(sums, a, f, unit, w, scale);
+    if constexpr (STEP + PER < WG_STEPS) multiply<STEP + PER>(sums, a, f, unit, w, scale);
 }
 
 // The sums of a number of units, from place `at` of the ring on.
@@ -369,7 +384,7 @@ __device__ __forceinline__ void run_units(Totals& sums, Fetched& f, uint32_t rin
     barrier_wait(at.full(ring), at.parity);
     fetch(f, at.stage(ring), w, 0);
     weigh_words(a, 0, f);
-    if (AHEAD == 2) fetch(f, at.stage(ring), w, 1);
+    if (AHEAD == 2) fetch(f, at.stage(ring), w, PER);
     hold_all(sums.open());
     uint32_t read = 0;
 #pragma unroll 1
