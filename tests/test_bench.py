@@ -664,7 +664,7 @@ def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
 def test_pages_take_nothing_but_what_they_say() -> None:
     from benchmarks import tables
 
-    file = tables.ROOT / "benchmarks/results/h200-2026-11-30-few-rows-"
+    file = tables.ROOT / "benchmarks/results/h200-2026-12-01-few-rows-"
     for other in ("bfloat16", "group-32"):
         with pytest.raises(ValueError, match="a complete run of float16 with groups of 128"):
             tables.pages(report.read(Path(f"{file}{other}.json")), "x.json")
