@@ -191,7 +191,8 @@ class Run:
         """Measure one layer with every library and append the records.
 
         The libraries prepare (and compile) together, when nothing is timed; then one number is taken at a
-        time, each pass in the opposite order of the one before.
+        time, each pass in the opposite order of the one before. Few rows take all passes before many rows are
+        timed: a GPU at its power limit runs slower for a while.
         """
         answers: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
         reasons = self._open_all(k, n)
@@ -202,7 +203,6 @@ class Run:
             for variant in variants_of(library, self.variants)
             if covers(library, variant, m)
         ]
-        # Few rows first: after many of them a GPU at its power limit runs slower for a while.
         few = [point for point in points if point[2] <= SINGLE_MAX_M]
         many = [point for point in points if point[2] > SINGLE_MAX_M]
         turns = [

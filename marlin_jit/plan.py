@@ -531,8 +531,8 @@ def decode_row_blocks(problem: Problem) -> int:
 
 
 def decode_max_warps(problem: Problem, limits: Limits) -> int:
-    """Warps that a block can have: rows take registers, and for capability 12 small groups do."""
-    return 8 if problem.m > 8 or (problem.group_size == 32 and limits.major == 12) else 12
+    """Warps that a block can have: rows take registers, and from capability 10 on small groups do."""
+    return 8 if problem.m > 8 or (problem.group_size == 32 and limits.major >= 10) else 12
 
 
 def decode_max_rows(problem: Problem, limits: Limits) -> int:

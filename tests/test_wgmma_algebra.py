@@ -1,12 +1,13 @@
 """wgmma.cu without a GPU: what its copies, tensor cores and stores are given, and how its ring turns.
 
 Address formulas are read out of the kernel's text (`kernel_source`). How a box lies in shared memory, what a
-wgmma takes from there and from registers, and what `stmatrix` does is as the PTX ISA says.
+wgmma takes from there and from registers, and what `movmatrix` does is as the PTX ISA says.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -104,7 +105,8 @@ def test_scales_are_those_of_the_slabs_columns(tile: plan.WgmmaTile, group: int)
 
 def test_scales_of_one_group_a_column() -> None:
     position = kernel_source.function("layout.cuh", "scale_position(int n, bool one_group)")
-    assert find(r"scale_position\((.*?), true\);")[1].endswith(") + 16 * j + w.g")
+    column = r"min\(tile\.n0 \+ w\.column\(w\.g\), p\.padded_n - 16 \* J\) \+ 16 \* j \+ w\.g"
+    assert find(rf"scale_position\({column}, true\);")
     second = int(find(r"p\.scales\[at \+ (\d+)\]")[1])
     row = layout.permute_scales(np.arange(256).reshape(1, 256))[0]
     for column in range(0, 256, 16):
@@ -189,6 +191,8 @@ def test_each_product_has_its_own_words_and_each_groups_sum_its_own_scale(
     ]
     assert [find(one).start() for one in order] == sorted(find(one).start() for one in order)
     assert find(r"constexpr int SET = (STEP / PER % 2);")
+    assert find(r"for \(int i = 0; i < PER \* J; i\+\+\) hold\(a\[SET\]\[i / J\]\[i % J\]\);")
+    assert find(r"for \(int i = 0; i < PER; i\+\+\) load_shared\(f\.words\[i\],")
     assert find(r"product<GROUP_SUMS && group_begins\(STEP\)>")
 
     units, scaled, weighed = 3, [], {}
@@ -287,6 +291,11 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     c = constants(tile)
     C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
     memory = np.full(c.M_TILE * c.PITCH, -1)
+    # Bias: of the lane's own columns n = g and g + 8, before it is turned.
+    assert find(r"const int n = tile\.n0 \+ w\.own_column\(g\) \+ 16 \* j \+ g;")
+    for i, further in ((0, ""), (1, r" \+ 8")):
+        assert find(rf"if \(n{further} < p\.n\) bias\[{i}\] = Type::to_float\(p\.bias\[n{further}\]\);")
+    assert find(r"v\[2 \* half\] \+ bias\[half\], v\[2 \* half \+ 1\] \+ bias\[half\]\)")
     first = find(
         rf"to = output \+ (g \* PITCH \+ w\.own_column\(2 \* t\){' / 2' if gated else ''} \+ [^;]*);"
     )[1]
@@ -318,38 +327,76 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
 @pytest.mark.parametrize("halved", [0, 1])
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_stores_cover_what_exists_of_a_tile_once(
+def test_stores_write_what_exists_of_a_tile_and_nothing_else(
     tile: plan.WgmmaTile, aligned: bool, halved: int, rng: np.random.Generator
 ) -> None:
+    """`store_tile` and `for_rows`, bounds and offsets as the kernel has them."""
     c = constants(tile)
-    log = kernel_source.value(find(r"log = (LOG_VECTORS [^;]*);")[1], vars(c) | {"halved": halved})
-    by_vector = find(r"for_rows\(m_left, (log), \[&\]")[1]
-    by_element = find(r"for_rows\(m_left, (aligned [^,]*), \[&\]")[1]
-    vectors_of, part_of = find(r"vectors = (aligned [^;]*);")[1], find(r"part = (thread & [^;]*);")[1]
-    rows_of_pass = find(r"first < M_TILE; first \+= ([^)]*)\)")[1]
-    row_of = find(r"const int row = (first \+ \(thread >> log\));")[1]
-    width = c.TILE_N >> halved
-    for columns, m_left in ((width, c.M_TILE + 5), *rng.integers(1, (width, c.M_TILE), (6, 2)).tolist()):
-        written = np.zeros((c.M_TILE, width), np.int64)
-        names = vars(c) | {"aligned": aligned, "columns": columns, "log": log}
-        vectors = kernel_source.value(vectors_of, names)
-        for one, formula in ((False, by_vector), (True, by_element)):
-            names |= {
-                "log": kernel_source.value(formula, names | {"log": log}),
-                "thread": np.arange(c.CONSUMERS),
-            }
-            part = kernel_source.value(part_of, names)
-            for first in range(0, c.M_TILE, kernel_source.value(rows_of_pass, names)):
-                row = kernel_source.value(row_of, names | {"first": first})
-                for m, p in zip(row.tolist(), part.tolist(), strict=True):
-                    if m >= min(c.M_TILE, m_left):
-                        continue
-                    if one and 8 * vectors + p < columns:
-                        written[m, 8 * vectors + p] += 1
-                    elif not one and p < vectors:
-                        written[m, 8 * p : 8 * p + 8] += 1
-        assert (written[:m_left, :columns] == 1).all()
-        assert written.sum() == min(m_left, c.M_TILE) * columns
+    number = r"[^;]*?"
+    columns_of, rows_of = find(rf"columns = (min\({number}\)), m_left = ({number});").groups()
+    log_of, vectors_of = (
+        find(rf"log = (LOG_VECTORS {number});")[1],
+        find(rf"vectors = (aligned {number});")[1],
+    )
+    part_of, pass_of = find(rf"part = (thread & {number});")[1], find(r"first \+= (CONSUMERS [^)]*)\) \{")[1]
+    row_of, row_exists = find(rf"const int row = ({number}); if \((row .*?)\) copy\(row, part\);").groups()
+    base_of = find(rf"uint16_t\* to = p\.c \+ ({number});")[1]
+    by_vectors = find(rf"if \((vectors > 0)\) for_rows\(m_left, ({number}), \[&\]")
+    by_elements = find(rf"if \((vectors \* 8 {number})\) for_rows\(m_left, ({number}), \[&\]")
+    left_out = find(r"if \((part [^)]*)\) return;")[1]
+    vector_from = find(rf"const Vec4\*>\(output \+ ({number})\);")[1]
+    vector_to = find(rf"reinterpret_cast<Vec4\*>\(to \+ ({number})\) = vector;")[1]
+    column_of = find(rf"const int column = (vectors {number});")[1]
+    element = find(rf"if \((column [^)]*)\) to\[({number})\] = output\[({number})\];").groups()
+
+    width, tiles = c.TILE_N >> halved, 2
+    thread = np.arange(c.CONSUMERS)
+    for n, m in (
+        (tiles * width, tiles * c.M_TILE),
+        *rng.integers(1, (tiles * width, tiles * c.M_TILE), (8, 2)),
+    ):
+        ldc = int(n) + 9 if not aligned else -(-int(n) // 8) * 8 + 8
+        C = np.full((tiles * c.M_TILE + 1) * ldc, -1)
+        for m0, n0 in itertools.product((0, c.M_TILE), (0, width)):
+            if m0 >= m or n0 >= n:
+                continue
+            output = np.arange(c.M_TILE * c.PITCH) + (m0 + n0) * 10**6
+            names = vars(c) | {"halved": halved, "n0": n0, "aligned": aligned, "thread": thread}
+            names |= {"p": SimpleNamespace(n=int(n), m=int(m), ldc=ldc), "tile": SimpleNamespace(m0=m0)}
+
+            def value(text: str, names: dict[str, Any] = names) -> Any:
+                return kernel_source.value(text, names)
+
+            names |= {"columns": value(columns_of), "m_left": value(rows_of)}
+            names |= {"vectors": value(vectors_of), "log": value(log_of)}
+            whole_log, base = names["log"], value(base_of)
+            for wanted, log in (by_vectors.groups(), by_elements.groups()):
+                if not value(wanted):
+                    continue
+                names["log"] = whole_log
+                names["log"] = value(log)
+                names["part"] = value(part_of)
+                for first in range(0, c.M_TILE, value(pass_of)):
+                    names["first"] = first
+                    names["row"] = value(row_of)
+                    names["column"] = value(column_of)
+                    exists = value(row_exists)
+                    if wanted == by_vectors[1]:
+                        exists &= ~value(left_out)
+                        source, target = value(vector_from)[exists], base + value(vector_to)[exists]
+                        assert (source % 8 == 0).all() and (target % 8 == 0).all()
+                        source, target = ((at[:, None] + np.arange(8)).ravel() for at in (source, target))
+                    else:
+                        exists &= value(element[0])
+                        source, target = value(element[2])[exists], base + value(element[1])[exists]
+                    assert (C[target] == -1).all()
+                    C[target] = output[source]
+        row, column = np.mgrid[: tiles * c.M_TILE, :ldc]
+        m0, n0 = row // c.M_TILE * c.M_TILE, column // width * width
+        expected = (row - m0) * c.PITCH + column - n0 + (m0 + n0) * 10**6
+        expected[m:], expected[:, n:] = -1, -1
+        assert np.array_equal(C[: expected.size].reshape(expected.shape), expected)
+        assert (C[expected.size :] == -1).all()
 
 
 # ---- the ring -------------------------------------------------------------------------------------------
