@@ -428,6 +428,29 @@ def test_a_failure_in_one_pass_is_a_failure() -> None:
     assert run.combine([], "not run: no time")["reason"] == "not run: no time"
 
 
+def test_few_rows_take_all_passes_before_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class PlayedWorker:
+        library, missing, alive, version = "ours", None, True, {}
+
+        def send(self, request: dict[str, Any]) -> None:
+            if request["op"] == "time":
+                asked.append(request["m"])
+
+        def receive(self, timeout: float) -> dict[str, Any]:
+            return {"us": 5.0, "samples": [5.0], "launches": 1, "copies": 1, "method": "graph", "error": 0.0,
+                    "reason": None, "path": None, "seconds": 0.1}  # fmt: skip
+
+    monkeypatch.setattr(run, "Worker", lambda library, log: PlayedWorker())
+    measured = run.Run(
+        ["ours"], ["symmetric"], [1, 64, 65, 4096], 128, "float16", 2, {}, run.Budget(100), None
+    )
+    measured.measure_shape(256, 192)
+    assert asked == [1, 64, 64, 1, 65, 4096, 4096, 65]
+    assert [record["pass_us"] for record in measured.records] == [[5.0, 5.0]] * 4
+
+
 class LibraryStub:
     """A `Library` without a device."""
 
