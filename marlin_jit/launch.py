@@ -351,8 +351,9 @@ def swiglu(y: Matrix, out: Matrix, *, bfloat16: bool) -> None:
 def gather(x: Matrix, order: Array, out: Matrix) -> None:
     """``out[:, i] = x[:, order[i]]``; what is left of a row's stride becomes zero."""
     aligned = x.pointer % 16 == x.stride % 8 == x.columns % 8 == 0
-    staged = aligned and 2 * x.columns <= current_device().smem_per_block
-    smem = 2 * x.columns if staged else 0
+    row_bytes = 2 * x.columns
+    staged = aligned and row_bytes <= current_device().smem_per_block
+    smem = row_bytes if staged else 0
     args = (x.pointer, x.stride, _address(order), out.pointer, out.stride, x.rows, x.columns, staged)
     grid = -(-out.stride // _GATHER_COLUMNS), min(x.rows, _MAX_GRID_Y), 1
     _kernel(_GATHER, smem)(grid, _GATHER_THREADS, args, smem)

@@ -394,7 +394,7 @@ class WgmmaTile:
         if zeros == Zeros.DELTAS or group_size == -1:
             return zeros != Zeros.DELTAS
         share = self.k_stage // self.wg_k
-        return self.m_tile * 2 <= group_size and self.m_tile * self.slabs <= 128 and share % group_size == 0
+        return self.m_tile * 2 <= group_size and share % group_size == 0
 
     def stage_bytes(self, group_size: int, zeros: Zeros) -> int:
         """Shared memory of a stage: activations, codes, scales and zeros, on a multiple of 1024."""

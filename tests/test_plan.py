@@ -218,6 +218,11 @@ def test_sizes_are_those_the_gemm_kernel_uses() -> None:
                 assert c.STAGE_BYTES % 16 == c.S_AT % 16 == c.Z_AT % 16 == 0
 
 
+def test_gathering_launches_the_blocks_that_its_kernel_takes() -> None:
+    c = kernel_source.constants("gather.cu", {})
+    assert (launch._GATHER_THREADS, launch._GATHER_COLUMNS) == (c.THREADS, c.COLUMNS)
+
+
 def test_sizes_are_those_the_decode_kernel_uses() -> None:
     for group_size, zeros, m in itertools.product(GROUPS, Zeros, (8, 16, 24)):
         problem = Problem(m, 8192, 64, group_size, zeros, False)

@@ -40,12 +40,12 @@ static_assert(WG_K <= 2, "two sums have one order");
 // scaling the weights takes 4 slower multiplications a slab and step. It takes a second set of sums. Deltas are added
 // to weights.
 constexpr bool SCALES_SUMS =
-    ZEROS != 1 && (GROUP == 0 || (M_TILE * 2 <= GROUP && M_TILE * J <= 128 && WG_STEPS * 16 % GROUP == 0));
+    ZEROS != 1 && (GROUP == 0 || (M_TILE * 2 <= GROUP && WG_STEPS * 16 % GROUP == 0));
 constexpr bool GROUP_SUMS = SCALES_SUMS && GROUP != 0;
 
 // k16 steps between two waits: two where few rows make products short, there are registers, and what is fetched ahead
 // begins no other group.
-constexpr int PER = M_TILE > 64 || (GROUP_SUMS && (GROUP == 32 || (M_TILE == 32 && J == 2))) ? 1 : 2;
+constexpr int PER = M_TILE > 64 || (GROUP_SUMS && (GROUP == 32 || M_TILE == 32)) ? 1 : 2;
 static_assert(WG_STEPS % (2 * PER) == 0, "weights alternate between two register sets");
 static_assert(J % WG_K == 0, "whole slabs are exchanged");
 
@@ -97,7 +97,6 @@ struct Told {
     Sharing sharing;
     uint32_t last;
 };
-
 struct Maps {
     const TensorMap *a, *w, *scales, *zeros;
 };
@@ -222,7 +221,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
 // ---- shared -> registers -> tensor cores: the consumers ------------------------------------------------------------
 
 struct Warp {
-    int lane, g, t, wk, chunk, slab;
+    int lane, g, wk, chunk, slab;
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
     // Of its chunk's four slabs of 16 columns, the one whose columns g and g + 8 are rows g and g + 8 of the warp's first
     // A operand. Were it the same for all g, lanes would meet in the banks of the same word of every vector.
@@ -232,7 +231,7 @@ struct Warp {
     __device__ __forceinline__ int own_column(int g) const { return column(g) + wk * (16 * OWN); }
     __device__ __forceinline__ explicit Warp(int warp) {
         const int warpgroup = warp / 4, wn = warpgroup % WG_N, tile_slab = (wn * 4 + warp % 4) * J;
-        lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, wk = warpgroup / WG_N;
+        lane = threadIdx.x % 32, g = lane / 4, wk = warpgroup / WG_N;
         chunk = tile_slab / 4, slab = tile_slab % 4;
         const int word = slab_of(g), first = wk * WG_STEPS;
         constexpr int SHARE_ROWS = WG_STEPS * 16 / (GROUP == 0 ? 1024 : GROUP);  // of scales, in a share of k
@@ -326,10 +325,11 @@ __device__ __forceinline__ void hold_all(Accumulators& sums) {
     for (int j = 0; j < J; j++) hold(slab(sums, j));
 }
 
-// How many steps before they are unpacked words are asked for. Two hide shared memory, but wait for a stage sooner.
+// How many times PER steps before they are unpacked words are asked for. Two hide shared memory, but wait for a stage
+// sooner.
 constexpr int AHEAD = SCALES_SUMS && ZEROS == 0 ? 1 : 2;
 
-// The words of step STEP counted from a unit's first, on into the next unit.
+// The words of PER steps from STEP on, counted from a unit's first, on into the next unit.
 template <int STEP>
 __device__ __forceinline__ void fetch_ahead(Fetched& f, const Unit& unit, const Warp& w) {
     if constexpr (STEP < WG_STEPS) {
