@@ -14,6 +14,9 @@ from marlin_jit.errors import LaunchError
 NBYTES = ALIGNMENT = 128
 """Of a map. The driver asks for 64 bytes of alignment, 128 from CUDA 13 on."""
 
+NO_MAP = bytes(NBYTES)
+"""What is passed where a kernel uses none."""
+
 # CUtensorMapDataType, and how a box lies in shared memory: CUtensorMapSwizzle.
 UINT16, UINT64, FLOAT16, BFLOAT16 = 1, 4, 6, 9
 PLAIN, SWIZZLE_128 = 0, 3

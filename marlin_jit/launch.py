@@ -14,7 +14,7 @@ from typing import Any
 
 from marlin_jit import _tensor_map
 from marlin_jit._array import BFLOAT16, Array
-from marlin_jit._tensor_map import tensor_map
+from marlin_jit._tensor_map import NO_MAP, tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
 from marlin_jit.plan import (
@@ -91,21 +91,26 @@ class Prepared:
 
     def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements, on the current stream."""
-        args = (*self._activations(x, x_stride), *self.weights, bias, out, out_stride, *self.sizes)
+        output = self._output(out, out_stride)
+        args = (*self._activations(x, x_stride), *self.weights, bias, *output, *self.sizes)
         self.kernel(self.grid, self.block, args, self.smem, self.cluster)
 
     def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
         """How a kernel is told of activations; the address is in the first argument alone."""
         return x, x_stride
 
+    def _output(self, out: int, out_stride: int) -> tuple[Any, ...]:
+        """How a kernel is told of the output; all but the last one depend on the address."""
+        return out, out_stride
+
     def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Repeated:
         """The same launch to be made again by this thread on `stream`, where only addresses differ."""
-        first = self._activations(x, x_stride)
-        args = (*first, *self.weights, 0, 0, out_stride, *self.sizes)
+        first, output = self._activations(x, x_stride), self._output(0, out_stride)
+        args = (*first, *self.weights, 0, *output, *self.sizes)
         frozen = self.kernel.frozen(self.grid, self.block, args, self.smem, self.cluster, stream)
         bias_at = len(first) + len(self.weights)
-        fields = frozen.field(0), frozen.field(bias_at), frozen.field(bias_at + 1)
-        return Repeated(self, x_stride, *fields, frozen.launch)
+        outs = tuple(frozen.field(bias_at + 1 + i) for i in range(len(output) - 1))
+        return Repeated(self, x_stride, out_stride, frozen.field(0), frozen.field(bias_at), outs, frozen.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +119,18 @@ class Repeated:
 
     prepared: Prepared
     x_stride: int
+    out_stride: int
     x: Any  # arguments' places in memory
     bias: Any
-    out: Any
+    outs: tuple[Any, ...]
     launch: Callable[[], None]
 
     def __call__(self, x: int, bias: int, out: int) -> None:
         """Launch, with addresses (0: no bias)."""
         self.x.value = self.prepared._activations(x, self.x_stride)[0]
         self.bias.value = bias
-        self.out.value = out
+        for place, value in zip(self.outs, self.prepared._output(out, self.out_stride), strict=False):
+            place.value = value
         try:
             self.launch()
         except RuntimeError as error:
@@ -133,16 +140,27 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class PreparedWgmma(Prepared):
-    """The same of `marlin_wgmma`, which reads activations through a tensor map of these sizes."""
+    """The same of `marlin_wgmma`, which takes activations, and writes outputs, by tensor maps of these sizes."""
 
     kind: int
     rows: int
     columns: int
+    out_columns: int
     box: tuple[int, int]
+    boxed: bool  # whether outputs leave by a map too
 
     def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
-        at = self.rows, self.columns, 2 * x_stride, self.box
-        return (tensor_map(x, self.kind, *at, _tensor_map.SWIZZLE_128),)
+        return (self._map(x, self.columns, x_stride),)
+
+    def _output(self, out: int, out_stride: int) -> tuple[Any, ...]:
+        # What is not aligned the kernel writes without a map.
+        boxed = self.boxed and out and out % 16 == out_stride % 8 == 0
+        return self._map(out, self.out_columns, out_stride) if boxed else NO_MAP, out, out_stride
+
+    def _map(self, address: int, columns: int, stride: int) -> bytes:
+        return tensor_map(
+            address, self.kind, self.rows, columns, 2 * stride, self.box, _tensor_map.SWIZZLE_128
+        )
 
 
 def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated: bool = False) -> Prepared:
@@ -179,7 +197,9 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
             kind=_tensor_map.BFLOAT16 if weight.dtype == BFLOAT16 else _tensor_map.FLOAT16,
             rows=rows,
             columns=whole_vectors(weight.K),
+            out_columns=columns,
             box=(_defines(plan.build)["M_TILE"], 64),
+            boxed=bool(_defines(plan.build)["APART"]),
         )
     if plan.build.name == "marlin_decode":
         share, extra = divmod(-(-padded_k // DECODE_BLOCK_K), plan.grid[1] * plan.block[1])

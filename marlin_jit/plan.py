@@ -404,14 +404,29 @@ class WgmmaTile:
         return _ceil_div(copied, 1024) * 1024
 
     @property
-    def sums_bytes(self) -> int:
-        """Shared memory, the ring's, that the end of a tile needs: for sums, then for the output."""
-        return max(self.partial_bytes, self.m_tile * (self.n_tile + 8) * 2)
+    def apart(self) -> bool:
+        """Whether the output has shared memory of its own, behind the ring, not in it."""
+        return self.blocks == 1 and self.wg_k == 1
+
+    @property
+    def output_bytes(self) -> int:
+        """Shared memory through which a tile's output leaves."""
+        return self.m_tile * self.n_tile * 2
+
+    @property
+    def least_ring(self) -> int:
+        """Shared memory of the ring that the end of a tile needs."""
+        return self.partial_bytes if self.apart else max(self.partial_bytes, self.output_bytes)
 
     @property
     def partial_bytes(self) -> int:
         """Float32 sums of a tile."""
         return self.m_tile * self.n_tile * 4
+
+    def smem(self, stages: int, group_size: int, zeros: Zeros) -> int:
+        """Shared memory of a block."""
+        ring = stages * self.stage_bytes(group_size, zeros)
+        return ring + (self.output_bytes if self.apart else 0) + _WGMMA_BARRIERS
 
 
 Tile = GemmTile | WgmmaTile
@@ -444,8 +459,8 @@ def wgmma_stages(tile: WgmmaTile, problem: Problem, limits: Limits) -> tuple[int
     stage = tile.stage_bytes(problem.group_size, problem.zeros)
     for blocks in range(tile.blocks, 0, -1):
         room = min(limits.smem_per_block, limits.smem_per_sm // blocks - _SYSTEM_SMEM) - _STATIC_SMEM
-        stages = min(_WGMMA_MAX_STAGES, (room - _WGMMA_BARRIERS) // stage)
-        if stages >= _WGMMA_MIN_STAGES and stages * stage >= tile.sums_bytes:
+        stages = min(_WGMMA_MAX_STAGES, (room - tile.smem(0, problem.group_size, problem.zeros)) // stage)
+        if stages >= _WGMMA_MIN_STAGES and stages * stage >= tile.least_ring:
             return stages, blocks
     return None
 
@@ -464,6 +479,7 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
             ("K_STAGE", tile.k_stage),
             ("STAGES", stages),
             ("MIN_BLOCKS", tile.blocks),
+            ("APART", int(tile.apart)),
         ),
     )
 
@@ -476,7 +492,7 @@ def wgmma_plan(
     if fitting is None:
         return None
     stages, _ = fitting
-    smem = stages * tile.stage_bytes(problem.group_size, problem.zeros) + _WGMMA_BARRIERS
+    smem = tile.smem(stages, problem.group_size, problem.zeros)
     schedule = grid, split_tiles, each
     microseconds = _wgmma_microseconds(tile, *schedule, problem, limits)
     return _tiled_plan(tile, wgmma_build(tile, stages, problem), smem, schedule, limits, microseconds)
@@ -647,11 +663,11 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     if isinstance(tile, WgmmaTile):
         # Two instructions a k16 step share what surrounds them; few rows take an instruction's time too.
         if tile.slabs == 1:
-            chunk = 0.1 + 0.0018 * tile.m_tile + 0.0004 * max(0, tile.m_tile - 72)
+            chunk = 0.1485 + 0.00122 * tile.m_tile + 0.00067 * max(0, tile.m_tile - 72)
         elif tile.wg_k == 2:
-            chunk = 0.1045 + 0.00126 * max(20, tile.m_tile)
+            chunk = 0.1065 + 0.00114 * max(20, tile.m_tile)
         else:
-            chunk = 0.00306 * tile.m_tile - 0.016
+            chunk = 0.00291 * tile.m_tile - 0.02
         if tile.m_tile <= 64 and not tile.scales_sums(problem.group_size, problem.zeros):
             chunk += 0.0155
         return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
@@ -661,9 +677,9 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     return chunk * chunks
 
 
-def _both(a: float, b: float) -> float:
-    """Two times that hide behind each other, but not completely."""
-    return math.pow(a**3 + b**3, 1 / 3)
+def _both(a: float, b: float, how: int = 3) -> float:
+    """Two times that hide behind each other, the more completely the larger `how` is."""
+    return math.pow(a**how + b**how, 1 / how)
 
 
 def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
@@ -705,7 +721,9 @@ def _gemm_microseconds(
     return _START + work + exchange + 2.25 + again
 
 
-_WGMMA_STREAM = 5.5e6  # as _STREAM, seen from grids that overlap
+_WGMMA_STREAM = 4.57e6  # as _STREAM, seen from grids that overlap
+_WGMMA_POWER = 732e6  # multiplications and additions a microsecond at the power limit
+_L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
 def _wgmma_microseconds(
@@ -713,23 +731,31 @@ def _wgmma_microseconds(
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.944)
-    busiest = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count)
-    # More blocks wait longer for the first bytes; of few nothing was measured. Blocks that fill an SM leave
-    # no room for the next launch's.
-    took = 1.285 + 1.4 * min(1.0, max(0.4, grid / limits.sm_count)) + (0.35 if tile.blocks == 1 else 0.0)
-    took += _both(busiest * unit, _stream_microseconds(problem, _WGMMA_STREAM))
+    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.945)
+    work = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count) * unit
+    flops = 2 * tiles * units * tile.m_tile * tile.n_tile * tile.k_stage
+    work = _both(work, flops / _WGMMA_POWER, 8)
+    # More blocks wait longer for the first bytes; few leave SMs idle, whose share of L2 others do not get.
+    full = grid / limits.sm_count
+    took = 0.8 + min(1.0, max(0.4, full)) + 1.9 * max(0.0, 1.0 - full)
+    took += _both(work, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
-    kilobytes = tile.partial_bytes / 1024
-    turn = 1.15 + 0.04 * kilobytes  # that a block takes to begin another tile
+    turn = 1.4 if tile.apart else 2.1  # that a block takes to begin another tile
     if not split_tiles:
         return took + turn * (turns - 1)
+    kilobytes = tile.partial_bytes / 1024
     sharers = _sharers(grid, split_tiles, each)
-    took += 0.026 * kilobytes if resident > 1 else 0.0
+    took += 0.029 * kilobytes if resident > 1 else 0.0
     if each:
+        # The longer the last block is at work after the others, the more of the exchange is over by then.
         lead = (units - sharers * each) * unit * resident
-        return took + sharers * (0.014 * kilobytes - 0.02) + 0.314 * max(0.0, 3.0 - lead)
-    return took + sharers * (0.02 * kilobytes - 0.02) + 0.96 + turn * (split_tiles / grid + turns)
+        hidden = max(0.0, 4.25 + 0.071 * kilobytes - lead)
+        return took + sharers * (0.0045 * kilobytes + 0.23) + 0.268 * hidden
+    # Blocks walk k out of step: of activations that caches cannot hold more is read again.
+    beyond = min(1.0, max(0.0, 2 * problem.m * problem.padded_k / _L2 - 1.0))
+    again = 0.126 * beyond * min(1.0, split_tiles / tiles) * work
+    exchange = sharers * (0.0164 * kilobytes + 0.04) + 1.65
+    return took + exchange + turn * (split_tiles / grid + turns) + again
 
 
 # Microseconds that a warp takes for a block of 128 k: alone, and more for each warp of the SM, by row blocks.

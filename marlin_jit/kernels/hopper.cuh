@@ -43,6 +43,12 @@ __device__ __forceinline__ void sync_first() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
+// The same by number, of as many threads.
+template <int COUNT>
+__device__ __forceinline__ void sync_some(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+
 // True in one lane of a warp, always the same; written so that the compiler knows that it is one.
 __device__ __forceinline__ bool elected() {
     uint32_t yes;
@@ -60,6 +66,18 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap* map, int 
         : "r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
+
+// Copies a box of shared memory out, but for what is out of bounds: it is read when `boxes_read` returns to the thread that
+// committed it, and other grids can see it after `boxes_written`.
+__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1,%2}], [%3];"
+                 :
+                 : "l"(map), "r"(x), "r"(y), "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void boxes_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void boxes_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Asks for the map itself, ahead of the first copy by it.
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
@@ -85,6 +103,15 @@ __device__ __forceinline__ void load_shared(uint32_t (&to)[1], uint32_t from) {
 }
 __device__ __forceinline__ void load_shared(uint32_t (&to)[2], uint32_t from) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
+}
+
+// Transposes one or two 8x8 matrices of 16-bit elements held across the warp as it stores them: lane i of each eight gives the
+// address of row i.
+__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
 
 // ---- products of a warpgroup ---------------------------------------------------------------------------------------

@@ -12,20 +12,21 @@ struct Tile {
     int m0, n0;
 };
 
+// Numbers that are not negative. (A signed division takes half as many instructions again.)
+__device__ __forceinline__ int quotient(int a, int b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
+
 // Tiles in bands of BAND m-tiles, m fastest: a wave of blocks then touches few rows of A and few columns of W.
 constexpr int BAND = 16;
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ Tile tile_at(int index, int m, int padded_n) {
     const int m_tiles = (m + ROWS - 1) / ROWS;
     const int n_tiles = (padded_n + COLUMNS - 1) / COLUMNS;
-    const int band = index / (BAND * n_tiles);
+    const int band = quotient(index, BAND * n_tiles);
     const int rest = index - band * BAND * n_tiles;
     const int rows = min(BAND, m_tiles - band * BAND);
-    return {(band * BAND + rest % rows) * ROWS, (rest / rows) * COLUMNS};
+    const int column = quotient(rest, rows);
+    return {(band * BAND + rest - column * rows) * ROWS, column * COLUMNS};
 }
-
-// Numbers that are not negative. (A signed division takes half as many instructions again.)
-__device__ __forceinline__ int quotient(int a, int b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
 
 // Who shares a tile: `count` blocks, of which the i-th in ascending k is block first + i * stride. This one is the
 // `mine`-th.

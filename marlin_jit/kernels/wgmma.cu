@@ -22,7 +22,7 @@
 //
 // Build constants: BF16, M_TILE (16, 24, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
 // 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
-// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers).
+// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers), APART (the output has shared memory of its own).
 #include "hopper.cuh"
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -71,23 +71,26 @@ constexpr int Z_AT = S_AT + S_BYTES;
 constexpr int COPIED_BYTES = Z_AT + (ZEROS ? S_BYTES : 0);
 constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;  // swizzled boxes begin on multiples of 1024
 
-// At the end of a tile: sums that are exchanged or wait, then the output as rows (behind them, if there is room).
-constexpr int PITCH = TILE_N + 8;  // elements; the odd 16 bytes spread rows over the banks
-constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * PITCH * 2;
-constexpr int OUTPUT_AT = SUMS_BYTES + OUTPUT_BYTES <= STAGES * STAGE_BYTES ? SUMS_BYTES : 0;
+// At the end of a tile: sums that are exchanged or wait, in the ring, then the output as rows, of each wn's columns by
+// themselves. APART: the output is behind the ring, which the end of a tile needs only where blocks share it: otherwise
+// copies for the next tile go on.
+constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * TILE_N * 2;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int OUTPUT_AT = APART ? RING_BYTES : SUMS_BYTES + OUTPUT_BYTES <= RING_BYTES ? SUMS_BYTES : 0;
 constexpr int END_BYTES = OUTPUT_AT + OUTPUT_BYTES > SUMS_BYTES ? OUTPUT_AT + OUTPUT_BYTES : SUMS_BYTES;
-constexpr int END_SLOTS = (END_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
-static_assert(END_SLOTS <= STAGES, "the end of a tile fits");
+constexpr int END_SLOTS = APART ? STAGES : (END_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+static_assert(END_SLOTS <= STAGES && SUMS_BYTES <= RING_BYTES, "the end of a tile fits");
+static_assert(!APART || WG_K == 1, "sums over warpgroups pass through the ring");
 
 // Other blocks' sums are fetched behind this one's, BATCH of a thread's vectors of a block at once.
 constexpr int PARTIAL = OWN * M_BLOCKS;       // Float4s a thread
 constexpr int VECTOR_BYTES = CONSUMERS * 16;  // one of every thread
-constexpr int ROOM = (END_SLOTS * STAGE_BYTES - SUMS_BYTES) / VECTOR_BYTES;
+constexpr int ROOM = ((APART ? END_BYTES : END_SLOTS * STAGE_BYTES) - SUMS_BYTES) / VECTOR_BYTES;
 constexpr int BATCH = ROOM >= PARTIAL ? PARTIAL : ROOM >= PARTIAL / 2 ? PARTIAL / 2 : PARTIAL / 8;
 static_assert(BATCH <= ROOM && PARTIAL % BATCH == 0, "whole batches fit");
 
-// Behind the ring: the barriers, and the words by which sums over blocks agree who is last.
-constexpr int FULL_AT = STAGES * STAGE_BYTES;
+// Behind the ring (and the output): the barriers, and the words by which sums over blocks agree who is last.
+constexpr int FULL_AT = APART ? END_BYTES : RING_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr int IDLE_AT = EMPTY_AT + STAGES * 8;
 constexpr int TELL_AT = IDLE_AT + 8;
@@ -185,7 +188,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
     Pieces pieces(deal);
     Place at;
     uint32_t idle_parity = 0;
-    bool begun = false, leaving = false;  // leaving: consumers may be at the end of the piece before
+    bool begun = false, leaving = false;  // leaving: the end of the piece before may need the ring
 #pragma unroll 1
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
@@ -200,8 +203,6 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
 #pragma unroll 1
             for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
             begun = true;
-        } else {
-            leaving = true;
         }
 #pragma unroll 1
         for (; unit < piece.last; unit++, at.advance()) {
@@ -214,14 +215,16 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             copy_weights(ring, at, maps, tile, unit);
             copy_activations(ring, at, maps, tile, unit);
         }
-        if (piece.last - piece.first < deal.units) tell(smem, at.before(), piece, pieces, deal, counters);
+        const bool shares = piece.last - piece.first < deal.units;
+        if (shares) tell(smem, at.before(), piece, pieces, deal, counters);
+        leaving = shares || !APART;
     }
 }
 
 // ---- shared -> registers -> tensor cores: the consumers ------------------------------------------------------------
 
 struct Warp {
-    int lane, g, wk, chunk, slab;
+    int lane, g, wn, wk, chunk, slab;
     uint32_t a_at, w_at, s_at;  // in a stage, at its warpgroup's first step: activations, this lane's words and scales
     // Of its chunk's four slabs of 16 columns, the one whose columns g and g + 8 are rows g and g + 8 of the warp's first
     // A operand. Were it the same for all g, lanes would meet in the banks of the same word of every vector.
@@ -229,9 +232,12 @@ struct Warp {
     // Where that slab begins in the tile; and where the first does that the warp finishes.
     __device__ __forceinline__ int column(int g) const { return chunk * 64 + slab_of(g) * 16; }
     __device__ __forceinline__ int own_column(int g) const { return column(g) + wk * (16 * OWN); }
+    // The place of that slab among those of its wn's columns.
+    __device__ __forceinline__ int own_slab() const { return (chunk - wn * J) * 4 + slab + wk * OWN; }
     __device__ __forceinline__ explicit Warp(int warp) {
-        const int warpgroup = warp / 4, wn = warpgroup % WG_N, tile_slab = (wn * 4 + warp % 4) * J;
-        lane = threadIdx.x % 32, g = lane / 4, wk = warpgroup / WG_N;
+        const int warpgroup = warp / 4;
+        lane = threadIdx.x % 32, g = lane / 4, wn = warpgroup % WG_N, wk = warpgroup / WG_N;
+        const int tile_slab = (wn * 4 + warp % 4) * J;
         chunk = tile_slab / 4, slab = tile_slab % 4;
         const int word = slab_of(g), first = wk * WG_STEPS;
         constexpr int SHARE_ROWS = WG_STEPS * 16 / (GROUP == 0 ? 1024 : GROUP);  // of scales, in a share of k
@@ -417,7 +423,7 @@ __device__ __forceinline__ Float4* taken(uint8_t* smem, int thread) {
 
 // Adds the WG_K partial sums; warpgroup wk keeps slabs [wk * OWN, (wk + 1) * OWN).
 __device__ __forceinline__ void sum_over_warpgroups(Owned& own, const Accumulators& acc, uint8_t* smem, const Warp& w) {
-    Consumers::sync();  // the ring is read, and may be written
+    if (!APART) Consumers::sync();  // the ring is read, and may be written
     if constexpr (WG_K == 1) {
 #pragma unroll
         for (int i = 0; i < J * M_BLOCKS * 4; i++) (&own[0][0][0])[i] = (&acc[0][0][0])[i];
@@ -491,16 +497,35 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
 }
 
 // ---- registers -> global -------------------------------------------------------------------------------------------
+//
+// A tile's rows wait in shared memory as vectors of eight columns: a slab has two, or with gate and up one. stmatrix
+// transposes 8 x 8 sums of a warp into a column of vectors. But what its rows g have is of slab_of(g): pair i of the vector
+// in the place of a chunk's slab u belongs to slab (u + i * J) % 4. So lanes, once they have read a chunk, exchange pairs.
+// Vectors lie as in boxes of a tensor map, [M_TILE][64] swizzled like activations, by which a tile leaves while the next one
+// is multiplied.
 
-constexpr int LOG_VECTORS = J * WG_N == 1 ? 3 : J * WG_N == 2 ? 4 : 5;  // of the 16-byte vectors of a tile's row
-static_assert(TILE_N / 8 == 1 << LOG_VECTORS, "a power of two");
+constexpr int COLUMNS = 64 * J;  // of a wn
+constexpr int LOG_VECTORS = J == 1 ? 3 : 4;  // of a row of them
+static_assert(COLUMNS / 8 == 1 << LOG_VECTORS, "a power of two");
 
-// Rounds once, and leaves the transposed fragments in shared memory as rows: then a lane holds two columns of a row, of the
-// slab that their lanes had.
-__device__ __forceinline__ void round_tile(const Owned& own, uint16_t* output, const Problem& p, const Tile& tile,
+__device__ __forceinline__ int vector_at(int row, int vector) {  // in bytes
+    return (vector / 8 * M_TILE + row) * 128 + (vector % 8 ^ row % 8) * 16;
+}
+
+// The consumers of a wn, who store its columns. One of them sends boxes, and alone can wait until they are read.
+constexpr int STORERS = CONSUMERS / WG_N;
+__device__ __forceinline__ void sync_storers(const Warp& w) {
+    if (WG_N == 1)
+        Consumers::sync();
+    else
+        sync_some<STORERS>(2 + w.wn);
+}
+__device__ __forceinline__ bool sends(int warp) { return APART && warp % 4 == 0 && elected(); }
+
+// Rounds once.
+__device__ __forceinline__ void round_tile(const Owned& own, uint32_t output, const Problem& p, const Tile& tile,
                                            const Warp& w) {
-    const int lane = thread_anew() % 32, g = lane / 4, t = lane % 4;
-    uint16_t* to = output + g * PITCH + w.own_column(2 * t) + 2 * t;
+    const int lane = thread_anew() % 32, g = lane / 4;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
         const int n = tile.n0 + w.own_column(g) + 16 * j + g;
@@ -509,75 +534,134 @@ __device__ __forceinline__ void round_tile(const Owned& own, uint16_t* output, c
             if (n < p.n) bias[0] = Type::to_float(p.bias[n]);
             if (n + 8 < p.n) bias[1] = Type::to_float(p.bias[n + 8]);
         }
+        const uint32_t to = output + vector_at(lane % 8, (w.own_slab() + j) * 2 + lane / 8 % 2);
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float(&v)[4] = own[j][mb];
-                const uint32_t pair = Type::pair(v[2 * half] + bias[half], v[2 * half + 1] + bias[half]);
-                *reinterpret_cast<uint32_t*>(to + mb * (8 * PITCH) + j * 16 + half * 8) = transpose8x8(pair);
-            }
+        for (int mb = 0; mb < M_BLOCKS; mb++) {
+            const float(&v)[4] = own[j][mb];
+            store_transposed(to + mb * 1024, Type::pair(v[0] + bias[0], v[1] + bias[0]),
+                             Type::pair(v[2] + bias[1], v[3] + bias[1]));
+        }
     }
 }
 
 // The same for gate and up: a lane holds column g of both, as its columns n = g and g + 8.
-__device__ __forceinline__ void round_gated_tile(const Owned& own, uint16_t* output, const Warp& w) {
-    const int lane = thread_anew() % 32, g = lane / 4, t = lane % 4;
-    uint16_t* to = output + g * PITCH + w.own_column(2 * t) / 2 + 2 * t;
+__device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t output, const Warp& w) {
 #pragma unroll
-    for (int j = 0; j < OWN; j++)
+    for (int j = 0; j < OWN; j++) {
+        const uint32_t to = output + vector_at(thread_anew() % 8, w.own_slab() + j);
 #pragma unroll
         for (int mb = 0; mb < M_BLOCKS; mb++) {
             const float(&v)[4] = own[j][mb];
-            const uint32_t pair = Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]);
-            *reinterpret_cast<uint32_t*>(to + mb * (8 * PITCH) + j * 8) = transpose8x8(pair);
+            store_transposed(to + mb * 1024, Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]));
         }
-}
-
-// Of a tile's rows those that exist: 1 << log threads take one together. Every thread makes as many passes: see
-// barrier_wait.
-template <class Copy>
-__device__ __forceinline__ void for_rows(int m_left, int log, const Copy& copy) {
-    const int thread = thread_anew(), part = thread & ((1 << log) - 1);
-#pragma unroll 1
-    for (int first = 0; first < M_TILE; first += CONSUMERS >> log) {
-        const int row = first + (thread >> log);
-        if (row < min(M_TILE, m_left)) copy(row, part);
     }
 }
 
-// Writes a tile's rows by 16 bytes, and by elements what is not aligned, neighbours side by side.
-__device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const Problem& p, const Tile& tile,
-                                           const Warp& w) {
-    uint16_t* output = reinterpret_cast<uint16_t*>(smem + OUTPUT_AT);
-    if (OUTPUT_AT == 0) Consumers::sync();  // sums lay there
-    if (p.gated)
-        round_gated_tile(own, output, w);
-    else
-        round_tile(own, output, p, tile, w);
-    Consumers::sync();
-    const int halved = p.gated ? 1 : 0, n0 = tile.n0 >> halved, log = LOG_VECTORS - halved;
-    const int columns = min(TILE_N >> halved, p.n - n0), m_left = p.m - tile.m0;
-    const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
-    const int vectors = aligned ? columns / 8 : 0;  // of a row; the elements after them are stored one by one
+// How many slabs from its own one on the vector is that a slab's pair i is in.
+__device__ __forceinline__ int turned(int slab, int i) { return ((slab - i * J) & 3) - slab; }
+
+// Completes the vectors of a tile's rows, and puts them back (BOXED) or into global memory, as far as they exist. LOG_SLAB: of
+// a slab's vectors.
+template <int LOG_SLAB, bool BOXED>
+__device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t ldc, int rows, int vectors) {
+    constexpr int LOG = LOG_VECTORS - 1 + LOG_SLAB, STEP = STORERS >> LOG;  // 1 << LOG lanes take a row together
+    constexpr int PASSES = (M_TILE + STEP - 1) / STEP, AT_ONCE = PASSES % 4 == 0 ? 4 : PASSES % 3 == 0 ? 3 : PASSES % 2 == 0 ? 2 : 1;
+    static_assert(STEP % 8 == 0, "passes differ in whole blocks of eight rows");
+    const int thread = thread_anew() % STORERS, part = thread & ((1 << LOG) - 1), first = thread >> LOG;
+    int lanes[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) lanes[i] = thread + (turned(part >> LOG_SLAB & 3, i) << LOG_SLAB);
+    uint8_t* at = output + vector_at(first, part);
+    to += first * ldc + part * 8;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass += AT_ONCE) {
+        Vec4 vector[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first + (pass + i) * STEP < M_TILE) vector[i] = *reinterpret_cast<const Vec4*>(at + (pass + i) * (STEP * 128));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int row = first + (pass + i) * STEP;
+            uint32_t* pairs = &vector[i].x;
+#pragma unroll
+            for (int pair = 1; pair < 4; pair++)
+                if (pair * J % 4 != 0) pairs[pair] = __shfl_sync(0xffffffff, pairs[pair], lanes[pair]);
+            if (BOXED) {
+                if (row < M_TILE) *reinterpret_cast<Vec4*>(at + (pass + i) * (STEP * 128)) = vector[i];
+            } else {
+                if (row < rows && part < vectors) *reinterpret_cast<Vec4*>(to) = vector[i];
+                to += STEP * ldc;
+            }
+        }
+    }
+}
+
+// Stores the columns from `first_column` on by elements, neighbours side by side. Every thread makes as many passes: see
+// barrier_wait.
+template <int LOG_SLAB>
+__device__ __forceinline__ void store_elements(const uint8_t* output, uint16_t* to, int64_t ldc, int rows, int columns,
+                                               int first_column) {
+    const int log = first_column > 0 ? 3 : LOG_VECTORS - 1 + LOG_SLAB + 3, thread = thread_anew() % STORERS;
+    const int column = first_column + (thread & ((1 << log) - 1));
+    const int vector = column / 8 + (turned(column >> (3 + LOG_SLAB) & 3, column / 2 % 4) << LOG_SLAB);
+#pragma unroll 1
+    for (int first = 0; first < M_TILE; first += STORERS >> log) {
+        const int row = first + (thread >> log);
+        if (row < rows && column < columns)
+            to[row * ldc + column] = *reinterpret_cast<const uint16_t*>(output + vector_at(row, vector) + column % 8 * 2);
+    }
+}
+
+// Writes what exists of a tile: by boxes where there is another tile to multiply meanwhile, else rows by 16 bytes; and by
+// elements what is not aligned.
+__device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const TensorMap* boxes, const Problem& p,
+                                           const Tile& tile, const Warp& w, int warp, bool last) {
+    uint8_t* output = smem + OUTPUT_AT + w.wn * (M_TILE * COLUMNS * 2);
+    const int halved = p.gated ? 1 : 0, n0 = (tile.n0 + w.wn * COLUMNS) >> halved;
+    const int rows = min(M_TILE, p.m - tile.m0), columns = min(COLUMNS >> halved, p.n - n0);  // none if negative
     uint16_t* to = p.c + tile.m0 * p.ldc + n0;
-    if (vectors > 0)
-        for_rows(m_left, log, [&](int row, int part) {
-            if (part >= vectors) return;
-            const Vec4 vector = *reinterpret_cast<const Vec4*>(output + row * PITCH + part * 8);
-            *reinterpret_cast<Vec4*>(to + row * p.ldc + part * 8) = vector;
-        });
-    if (vectors * 8 < columns)
-        for_rows(m_left, aligned ? 3 : log + 3, [&](int row, int part) {
-            const int column = vectors * 8 + part;
-            if (column < columns) to[row * p.ldc + column] = output[row * PITCH + column];
-        });
+    const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
+    if (OUTPUT_AT == 0) Consumers::sync();  // sums lay there
+    if (APART) {                            // or the tile before
+        if (sends(warp)) boxes_read();
+        sync_storers(w);
+    }
+    if (p.gated)
+        round_gated_tile(own, shared_address(output), w);
+    else
+        round_tile(own, shared_address(output), p, tile, w);
+    sync_storers(w);
+    // Of a vector that exists in part a box would write all.
+    if (APART && aligned && !last && !p.gated && columns % 8 == 0) {
+        complete<1, true>(output, nullptr, 0, 0, 0);
+        hand_to_copies();
+        sync_storers(w);
+        if (sends(warp)) {
+#pragma unroll
+            for (int i = 0; i < J; i++) store_box(boxes, n0 + i * 64, tile.m0, shared_address(output) + i * (M_TILE * 128));
+            boxes_commit();
+        }
+        return;
+    }
+    const int vectors = aligned ? columns / 8 : 0;  // of a row
+    if (vectors > 0) {
+        if (p.gated)
+            complete<0, false>(output, to, p.ldc, rows, vectors);
+        else
+            complete<1, false>(output, to, p.ldc, rows, vectors);
+    }
+    if (vectors * 8 < columns) {
+        if (p.gated)
+            store_elements<0>(output, to, p.ldc, rows, columns, vectors * 8);
+        else
+            store_elements<1>(output, to, p.ldc, rows, columns, vectors * 8);
+    }
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& p, const Deal& deal,
-                                        Float4* partials, uint32_t* counters) {
+__device__ __forceinline__ void consume(uint8_t* smem, int warp, const TensorMap* boxes, const Problem& p,
+                                        const Deal& deal, Float4* partials, uint32_t* counters) {
     const uint32_t ring = shared_address(smem);
     uint32_t& arrived = *reinterpret_cast<uint32_t*>(smem + ARRIVED_AT);
     const Warp w(warp);
@@ -596,8 +680,13 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
         if (SCALES_SUMS && GROUP == 0) add_scaled(sums.all, sums.all, f.scales.scale);
         Owned own;
         sum_over_warpgroups(own, sums.all, smem, w);
+        const bool shares = piece.last - piece.first < deal.units;
         bool whole = true;
-        if (piece.last - piece.first < deal.units) {
+        if (shares) {
+            if (APART) {  // the ring and the output are read
+                if (sends(warp)) boxes_read();
+                Consumers::sync();
+            }
             float(&partial)[PARTIAL][4] = *reinterpret_cast<float(*)[PARTIAL][4]>(&own);
             barrier_wait(ring + TELL_AT, tell_parity);
             tell_parity ^= 1;
@@ -605,22 +694,23 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const Problem& 
             const Sharing sharing = told.sharing;
             whole = hand_in<Consumers>(partial, arrived, partials, counters + piece.tile, deal, sharing, piece.tile, told.last != 0);
             // The producer is at the next piece already, if there is one.
-            const int bytes = (pieces.left(deal) ? END_SLOTS : STAGES) * STAGE_BYTES;
+            const int bytes = APART ? END_BYTES : (pieces.left(deal) ? END_SLOTS : STAGES) * STAGE_BYTES;
             if (whole) add_up(partial, smem, bytes, partials, deal, sharing, piece.tile);
         }
-        if (whole) store_tile(own, smem, p, tile, w);
+        if (whole) store_tile(own, smem, boxes, p, tile, w, warp, !pieces.left(deal));
         hand_to_copies();
         __syncwarp();
-        if (w.lane == 0) barrier_arrive(ring + IDLE_AT);
+        if (w.lane == 0 && (shares || !APART)) barrier_arrive(ring + IDLE_AT);
     }
+    if (sends(warp)) boxes_written();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     marlin_wgmma(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap w,
                  const __grid_constant__ TensorMap scale_rows, const __grid_constant__ TensorMap zero_rows,
-                 const uint16_t* scales, const uint16_t* zeros, const uint16_t* bias, uint16_t* c, int64_t ldc, int m,
-                 int n, int padded_n, int padded_k, int gated, int split_tiles, int each, Float4* partials,
-                 uint32_t* counters) {
+                 const uint16_t* scales, const uint16_t* zeros, const uint16_t* bias,
+                 const __grid_constant__ TensorMap boxes, uint16_t* c, int64_t ldc, int m, int n, int padded_n,
+                 int padded_k, int gated, int split_tiles, int each, Float4* partials, uint32_t* counters) {
     extern __shared__ __align__(1024) uint8_t smem[];
     const uint32_t ring = shared_address(smem);
     const Problem p = {scales, zeros, bias, c, ldc, m, n, padded_n, gated != 0};
@@ -652,6 +742,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();
         take_registers<CONSUMER_REGISTERS>();
         const Deal deal(split_tiles, units, each, tiles);
-        consume(smem, warp, p, deal, partials, counters);
+        consume(smem, warp, &boxes, p, deal, partials, counters);
     }
 }

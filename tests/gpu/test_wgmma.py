@@ -141,7 +141,7 @@ def test_codes_missing_from_a_last_stage_are_harmless_under_large_scales(M, rng)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("group", [128, 32, -1])
+@pytest.mark.parametrize("group", [128, 64, 32, -1])
 def test_symmetric_weights_with_bias_and_strided_rows(group, dtype, rng):
     import cupy
 
@@ -159,9 +159,12 @@ def test_symmetric_weights_with_bias_and_strided_rows(group, dtype, rng):
             launch.marlin(p, matrix(x), w, bias, matrix(out))
             assert intact(), p
             assert relative_error(out, exact) <= BOUND[dtype], p
-            rows = cupy.full((M, N + 3), 7, dtype)  # rows that are not aligned
-            launch.marlin(p, matrix(x), w, bias, matrix(rows[:, :N]))
-            assert bool((rows[:, :N] == out).all() and (rows[:, N:] == 7).all()), p
+            # Rows that are not aligned, and rows that are, of which not all columns exist.
+            for stride, columns in ((N + 3, N), (N + 8, N - 7), (N + 8, N - 63), (N + 8, 1)):
+                rows = cupy.full((M, stride), 7, dtype)
+                launch.marlin(p, matrix(x), w, bias, matrix(rows[:, :columns]))
+                assert bool((rows[:, :columns] == out[:, :columns]).all()), p
+                assert bool((rows[:, columns:] == 7).all()), p
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
