@@ -30,6 +30,7 @@ _RECORD_KEYS = {
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sym", "ours", "symmetric"),
+    ("mma.sync", "ours", "mma_sync"),
     ("asym", "ours", "asymmetric"),
     ("pair", "ours", "pair"),
     ("native", "ours", "native"),
@@ -94,16 +95,16 @@ def write(path: Path, data: dict[str, Any]) -> None:
     validate(data)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(_compact(data) + "\n")
+    beside.write_text(compact(data, "records") + "\n")
     beside.replace(path)
 
 
-def _compact(data: dict[str, Any]) -> str:
-    """JSON with one record a line: readable, and small in a diff."""
-    head = {key: value for key, value in data.items() if key != "records"}
+def compact(data: dict[str, Any], records: str) -> str:
+    """JSON that ends with the list called `records`, one of them a line: readable, and small in a diff."""
+    head = {key: value for key, value in data.items() if key != records}
     text = json.dumps(head, indent=1)[:-2]
-    lines = ",\n".join("  " + json.dumps(record, allow_nan=False) for record in data["records"])
-    return f'{text},\n "records": [\n{lines}\n ]\n}}'
+    lines = ",\n".join("  " + json.dumps(record, allow_nan=False) for record in data[records])
+    return f'{text},\n "{records}": [\n{lines}\n ]\n}}'
 
 
 def read(path: Path) -> dict[str, Any]:

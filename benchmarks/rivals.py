@@ -73,8 +73,9 @@ class Ours:
         assert self._problem is not None
         chosen = VARIANTS[variant]
         result = measure(self._problem, chosen, m, self._timer, **options)
-        if chosen.path is not None:
-            return result, chosen.path
+        asked = chosen.kernel or chosen.path
+        if asked is not None:
+            return result, asked
         from marlin_jit.dispatch import explain
 
         why = explain(self._problem.x[:m], self._problem.weights(chosen.symmetric)[0])

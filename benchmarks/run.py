@@ -22,7 +22,7 @@ import click
 from benchmarks import report
 from benchmarks.shapes import MS, SHAPES, SINGLE_MAX_M
 from marlin_jit import timing
-from marlin_jit.bench import DTYPES, VARIANTS, read_nvidia_smi
+from marlin_jit.bench import BUSY_FIELDS, DTYPES, VARIANTS, read_nvidia_smi
 from marlin_jit.device import unavailable_reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,6 +172,7 @@ class Run:
         self.variants, self.ms, self.group_size, self.dtype = list(variants), list(ms), group_size, dtype
         self.passes, self.options, self.budget = passes, options, budget
         self.records: list[dict[str, Any]] = []
+        self.smi_during: list[dict[str, Any]] = []
         self.complete = True
 
     def start(self) -> None:
@@ -221,6 +222,7 @@ class Run:
             request = {"op": "time", "variant": variant, "m": m, "options": self.options}
             try:
                 worker.send(request)
+                self._read_busy(library, variant, k, n, m)
                 answer = worker.receive(min(60.0, self.budget.left))
             except WorkerLost as lost:
                 answer = {"failed": str(lost), "fatal": True}
@@ -241,6 +243,12 @@ class Run:
                     worker.receive(30.0)
                 except WorkerLost:
                     pass
+
+    def _read_busy(self, library: str, variant: str, k: int, n: int, m: int) -> None:
+        """Read clock and power once a layer, while the most rows are timed, which takes longest."""
+        if m == max(self.ms) and (k, n) not in [(r["k"], r["n"]) for r in self.smi_during]:
+            point = {"library": library, "variant": variant, "k": k, "n": n, "m": m}
+            self.smi_during.append(point | read_nvidia_smi(BUSY_FIELDS))
 
     def _open_request(self, library: str, k: int, n: int) -> dict[str, Any]:
         variants = variants_of(library, self.variants)
@@ -422,7 +430,7 @@ def main(
         return report.document(
             run.records,
             date=date,
-            environment=environment(smi_before, read_nvidia_smi()),
+            environment=environment(smi_before, read_nvidia_smi()) | {"nvidia_smi_during": run.smi_during},
             libraries=versions,
             method={
                 "replays": replays,

@@ -36,9 +36,15 @@ def times(document: dict[str, Any]) -> dict[tuple[int, int, int], dict[str, floa
 def markdown(
     table: dict[tuple[int, int, int], dict[str, float]], columns: Sequence[str], rows: Sequence[int] | None
 ) -> str:
-    """A Markdown table with a row a problem."""
+    """A Markdown table with a row a problem.
+
+    Column ``mma_sync`` is left out where no row has it: older files were written without.
+    """
+    if not any("mma_sync" in row for row in table.values()):
+        columns = [column for column in columns if column != "mma_sync"]
     headings = {
         "symmetric": "symmetric",
+        "mma_sync": "mma.sync",
         "asymmetric": "zero points",
         "pair": "correction pair",
         "native": "native",
@@ -105,10 +111,11 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
         "cuBLAS the faster of two layouts through PyTorch. (*) vLLM 0.26.0's Marlin, measured on an H200 in "
         "another run."
     )
-    short = ("symmetric", "asymmetric", "cublas", "humming", "vllm_marlin")
+    short = ("symmetric", "mma_sync", "asymmetric", "cublas", "humming", "vllm_marlin")
     long = (
         "floor",
         "symmetric",
+        "mma_sync",
         "asymmetric",
         "pair",
         "native",

@@ -46,6 +46,7 @@ COMMANDS = {
     "verify": LazyCommand("marlin_jit.cli.verify", "verify", "Prove that a packed model equals its source."),
     "info": LazyCommand("marlin_jit.cli.info", "info", "Show device, driver, compiler and cache."),
     "warmup": LazyCommand("marlin_jit.cli.warmup", "warmup", "Compile kernels ahead of their first use."),
+    "tune": LazyCommand("marlin_jit.cli.tune", "tune", "Keep the fastest plans for this GPU."),
     "bench": LazyCommand("marlin_jit.cli.bench", "bench", "Time the kernels on this machine."),
     "score": LazyCommand("marlin_jit.cli.score", "score", "Tell how well a packed model predicts a text."),
     "generate": LazyCommand("marlin_jit.cli.generate", "generate", "Let a packed model go on with a text."),

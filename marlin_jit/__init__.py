@@ -81,6 +81,7 @@ __all__ = [
     "set_dispatch",
     "stats",
     "stats_by_shape",
+    "tune",
     "unpack",
     "warmup",
 ]
@@ -89,6 +90,7 @@ __all__ = [
 _LATER = {
     "load": "marlin_jit.formats.packed",
     "save": "marlin_jit.formats.packed",
+    "tune": "marlin_jit.autotune",
     "warmup": "marlin_jit.ahead",
 }
 

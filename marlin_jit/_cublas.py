@@ -86,7 +86,7 @@ def matmul_dense(x: Matrix, w: Array, out: Matrix, *, transposed: bool = False) 
     x : Matrix
         [M, K], of the dtype of `w`.
     w : cupy.ndarray, float16 or bfloat16, contiguous
-        [K, N]; or [N, K] if `transposed`, the layout in which frameworks keep a linear layer.
+        [K, N]; or [N, K] if `transposed`, the layout in which frameworks keep a linear layer. Rows may be longer.
     out : Matrix
         [M, N], of the dtype of `w`.
 
@@ -113,7 +113,7 @@ def matmul_dense(x: Matrix, w: Array, out: Matrix, *, transposed: bool = False) 
     status = library.cublasGemmEx(
         handle, _OP_T if transposed else _OP_N, _OP_N, n, m, k,
         ctypes.byref(_ONE),
-        w.data.ptr, kind, k if transposed else n,
+        w.data.ptr, kind, w.shape[1],
         x.pointer, kind, max(x.stride, k),
         ctypes.byref(_ZERO),
         out.pointer, kind, max(out.stride, n),

@@ -38,6 +38,15 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+@cache
+def available() -> bool:
+    """Whether the driver makes tensor maps (from CUDA 12.0 on)."""
+    try:
+        return bool(_library().cuTensorMapEncodeTiled)
+    except (OSError, AttributeError):
+        return False
+
+
 @lru_cache(maxsize=1 << 12)
 def tensor_map(
     address: int, kind: int, rows: int, columns: int, stride: int, box: tuple[int, int], swizzle: int = PLAIN

@@ -11,6 +11,7 @@ import dataclasses
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from marlin_jit._array import BFLOAT16, to_host
 from marlin_jit._cupy import import_cupy
 from marlin_jit.device import current_device
 from marlin_jit.errors import CompileError, DeviceError, LaunchError, ShapeError
-from marlin_jit.launch import Matrix
+from marlin_jit.launch import Matrix, limits_of, marlin, problem_of
 from marlin_jit.pack import pack
+from marlin_jit.plan import Limits, Plan, plans
+from marlin_jit.plan import Problem as Planned
 from marlin_jit.timing import CupyTimer, Timer, Timing, plan_copies, time_launches
 from marlin_jit.weight import MarlinWeight, QuantWeight
 
@@ -50,6 +53,8 @@ class Variant:
         Where it is worth measuring.
     meaning : str
         One line for readers.
+    kernel : str or None
+        Kernel that is launched by its own best plan, past the dispatcher; None asks the dispatcher.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Variant:
     min_m: int
     max_m: int
     meaning: str
+    kernel: str | None = None
 
     def covers(self, m: int) -> bool:
         """Whether `m` rows are in the range worth measuring."""
@@ -70,6 +76,11 @@ VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
         Variant("symmetric", True, None, 1, _ANY, "Marlin GEMM, symmetric weight, as dispatched"),
+        Variant(
+            *("mma_sync", True, None, 16, _ANY),
+            "the same product by marlin_gemm (mma.sync), whatever kernel the planner takes",
+            kernel="marlin_gemm",
+        ),
         Variant("asymmetric", False, None, 1, _ANY, "Marlin GEMM, zero points fused, as dispatched"),
         Variant("pair", False, "marlin_pair", 1, _ANY, "symmetric Marlin GEMM and the correction kernels"),
         Variant("native", True, "native", 1, 256, "native INT4 GEMM, the fallback for everything"),
@@ -243,13 +254,41 @@ class Measurement:
 
 
 def call(variant: Variant, x: Any, weight: MarlinWeight, out: Any) -> Any:
-    """``out = x @ weight`` by the variant's path."""
+    """``out = x @ weight`` by the variant's path or kernel."""
+    if variant.kernel is not None:
+        return _by_kernel(variant.kernel, x, weight, out)
     # Imported here: the function `marlin_jit.dispatch` hides the module of that name as an attribute.
     from marlin_jit.dispatch import matmul
 
     if variant.path is None:
         return matmul(x, weight, out=out)
     return matmul(x, weight, out=out, path=variant.path)
+
+
+def _by_kernel(kernel: str, x: Any, weight: MarlinWeight, out: Any) -> Any:
+    """``out = x @ weight``, arrays contiguous, by a kernel's best plan."""
+    (m, k), n = x.shape, weight.N
+    if k % 8:  # the dispatcher would copy x; the kernel cannot read such rows
+        raise ShapeError(f"K is {k}; without the dispatcher it must be a multiple of 8")
+    problem = problem_of(m, weight, asymmetric=not weight.symmetric)
+    plan = best_plan(kernel, problem, limits_of(current_device()))
+    marlin(plan, Matrix(x.data.ptr, k, m, k), weight, None, Matrix(out.data.ptr, n, m, n))
+    return out
+
+
+@lru_cache(maxsize=1 << 10)
+def best_plan(kernel: str, problem: Planned, limits: Limits) -> Plan:
+    """The plan of a kernel with the least predicted time.
+
+    Raises
+    ------
+    LaunchError
+        The planner lists none for this problem and device.
+    """
+    for plan in plans(problem, limits):
+        if plan.build.name == kernel:
+            return plan
+    raise LaunchError(f"no plan of {kernel} fits {problem} on this device")
 
 
 def measure(problem: Problem, variant: Variant, m: int, timer: Timer, **options: Any) -> Measurement:
@@ -359,16 +398,19 @@ _SMI_FIELDS = (
     "temperature.gpu", "clocks_event_reasons.active",
 )  # fmt: skip
 
+BUSY_FIELDS = ("clocks.sm", "power.draw", "clocks_event_reasons.active")
+"""What is worth reading while a GPU works: the clock, the power, and what holds the clock down."""
 
-def read_nvidia_smi() -> dict[str, str]:
+
+def read_nvidia_smi(fields: Sequence[str] = _SMI_FIELDS) -> dict[str, str]:
     """Clocks, power and temperature as ``nvidia-smi`` reads them now; empty where it doesn't answer."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     values = [value.strip() for value in done.stdout.strip().splitlines()[0].split(",")]
-    return dict(zip(_SMI_FIELDS, values, strict=False))
+    return dict(zip(fields, values, strict=False))
 
 
 def measure_layer(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from marlin_jit import launch, layout, repeat, rounding
+from marlin_jit import launch, layout, repeat, rounding, tuned
 from marlin_jit._array import BFLOAT16, FLOAT32, Array, is_device_array, on_device
 from marlin_jit._cupy import import_cupy
 from marlin_jit._environment import value_of, zero_or_one
@@ -30,7 +30,7 @@ from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError
 from marlin_jit.fused import GateUpWeight
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize
-from marlin_jit.plan import Plan, choose, choose_invariant, decode_max_rows
+from marlin_jit.plan import Plan, choose_invariant, decode_max_rows
 from marlin_jit.weight import SCALE_DTYPES, MarlinWeight, QuantWeight
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class Call:
     def _plan(self, *, asymmetric: bool) -> Plan:
         assert isinstance(self.weight, MarlinWeight) and self.device is not None
         problem = launch.problem_of(self.rows, self.weight, asymmetric=asymmetric)
-        return choose(problem, launch.limits_of(self.device))
+        return tuned.plan_for(problem, launch.limits_of(self.device), self.device.name)
 
     @cached_property
     def iteration(self) -> rounding.Iteration | None:
@@ -361,6 +361,38 @@ def _common_gates(call: Call) -> Gates:
     )
 
 
+DENSE_MIN_M = 1024
+"""Rows from which the path ``dense`` is taken by itself, on devices of compute capability 10."""
+
+
+def _dense_gates(call: Call) -> Gates:
+    named = call.path == "dense"
+    major = call.device.capability[0] if call.device is not None else 0
+    yield (
+        "x has many rows, on a device of compute capability 10",
+        named or (major == 10 and call.rows >= DENSE_MIN_M),
+    )
+    yield from _common_gates(call)
+    yield "batch invariance is not asked for", not _batch_invariant_always
+    yield "cuBLAS is installed", _cublas_there()
+
+
+def _dense(call: Call, out: Array) -> None:
+    """A number of columns at a time: as dense weights in scratch memory, then by cuBLAS."""
+    from marlin_jit._cublas import matmul_dense
+
+    w = call.weight
+    assert isinstance(w, MarlinWeight)
+    x, to, columns = call.x_aligned, _matrix(out), launch.dense_columns(w)
+    for first in range(0, w.N, columns):
+        there = min(columns, w.padded_shape[1] - first)
+        dense = _scratch_array("dense weights", (there, w.padded_shape[0]), w.dtype)
+        launch.dense_weights(w, first, dense)
+        matmul_dense(x, dense, to.columns_from(first, columns), transposed=True)
+    if call.bias is not None:
+        out += call.bias
+
+
 def _marlin_gates(call: Call) -> Gates:
     yield from _common_gates(call)
     yield "its kernel was not refused before", not _was_refused(call)
@@ -457,6 +489,7 @@ TABLE = (
     Path("reference", _reference_gates, _reference, activates=True),
     Path("batch_invariant", _batch_invariant_gates, _batch_invariant, activates=True),
     Path("fp16_cache", _fp16_cache_gates, _fp16_cache),
+    Path("dense", _dense_gates, _dense),
     Path("marlin", _marlin_gates, _marlin, activates=True),
     Path("marlin_pair", _marlin_pair_gates, _marlin_pair),
     Path("cross_iteration", _cross_iteration_gates, _cross_iteration),
@@ -481,14 +514,14 @@ def matmul(
     w : MarlinWeight or QuantWeight
         On the same side, and the same device, as `x`.
     bias : array [N], optional
-        Of the same dtype; added in float32 before the product is rounded (``fp16_cache``: to the rounded
-        product; ``marlin_pair``: before the correction, which rounds again).
+        Of the same dtype; added in float32 before the product is rounded (``fp16_cache``, ``dense``: to the
+        rounded product; ``marlin_pair``: before the correction, which rounds again).
     out : array [..., N], optional
         Where to write the result; must not overlap `x` or `bias`. With it, a call allocates nothing once its
         shape has been seen.
     path : str, optional
-        Insist on one path: ``"batch_invariant"``, ``"fp16_cache"``, ``"marlin"``, ``"marlin_pair"``,
-        ``"cross_iteration"`` or ``"native"``.
+        Insist on one path: ``"batch_invariant"``, ``"fp16_cache"``, ``"dense"``, ``"marlin"``,
+        ``"marlin_pair"``, ``"cross_iteration"`` or ``"native"``.
 
     Returns
     -------

@@ -519,6 +519,12 @@ def _read_sources(root: Path | None) -> tuple[dict[str, str], dict[str, str]]:
     return kernels, headers
 
 
+@functools.cache
+def sources_key() -> str:
+    """A digest of all kernel sources: what was measured with one may not hold for another."""
+    return _disk_cache.content_key(*_read_sources(None))
+
+
 _nvrtc_found: tuple[Any, tuple[int, int]] | None = None
 
 

@@ -17,6 +17,7 @@ from marlin_jit._array import BFLOAT16, Array
 from marlin_jit._tensor_map import NO_MAP, tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
+from marlin_jit.layout import CHUNK_N
 from marlin_jit.plan import (
     DECODE_BLOCK_K,
     DECODE_MAX_M,
@@ -30,6 +31,7 @@ from marlin_jit.plan import (
     gemm_build,
     gemm_stages,
     gemm_tile_shapes,
+    type_macros,
     wgmma_build,
     wgmma_stages,
     wgmma_tile_shapes,
@@ -53,10 +55,15 @@ class Matrix:
         """Some of the rows."""
         return Matrix(self.pointer + 2 * first * self.stride, self.stride, rows, self.columns)
 
+    def columns_from(self, first: int, most: int) -> Matrix:
+        """Some of the columns."""
+        return Matrix(self.pointer + 2 * first, self.stride, self.rows, min(most, self.columns - first))
+
 
 def limits_of(device: DeviceInfo) -> Limits:
     """What `marlin_jit.plan` needs to know of a device."""
-    return Limits(device.sm_count, device.smem_per_block, device.smem_per_sm, device.capability[0])
+    shared = device.smem_per_block, device.smem_per_sm
+    return Limits(device.sm_count, *shared, device.capability[0], _tensor_map.available())
 
 
 def problem_of(rows: int, weight: MarlinWeight, *, asymmetric: bool) -> Problem:
@@ -110,7 +117,9 @@ class Prepared:
         frozen = self.kernel.frozen(self.grid, self.block, args, self.smem, self.cluster, stream)
         bias_at = len(first) + len(self.weights)
         outs = tuple(frozen.field(bias_at + 1 + i) for i in range(len(output) - 1))
-        return Repeated(self, x_stride, out_stride, frozen.field(0), frozen.field(bias_at), outs, frozen.launch)
+        return Repeated(
+            self, x_stride, out_stride, frozen.field(0), frozen.field(bias_at), outs, frozen.launch
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class PreparedWgmma(Prepared):
-    """The same of `marlin_wgmma`, which takes activations, and writes outputs, by tensor maps of these sizes."""
+    """The same of `marlin_wgmma`, which reads activations, and may write outputs, by tensor maps."""
 
     kind: int
     rows: int
@@ -361,6 +370,25 @@ def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
     kernel((-(-weight.N // 256), min(weight.K, _MAX_GRID_Y), 1), 256, args)
 
 
+def dense_columns(weight: MarlinWeight) -> int:
+    """How many columns of a weight are made dense at a time: whole chunks, `_DENSE_BYTES` at most, if need be one."""
+    chunks = max(1, _DENSE_BYTES // (2 * weight.padded_shape[0] * CHUNK_N))
+    return min(weight.padded_shape[1], CHUNK_N * chunks)
+
+
+def dense_weights(weight: MarlinWeight, first: int, out: Array) -> None:
+    """Fill `out` [columns, padded K], contiguous, with the weight's columns from `first` on, rows in packed order.
+
+    Both numbers of columns are multiples of 64.
+    """
+    problem = problem_of(1, weight, asymmetric=not weight.symmetric)
+    zeros = (None, weight.delta16, weight.points16)[problem.zeros]
+    padded_k, padded_n = weight.padded_shape
+    args = (*map(_address, (weight.B, weight.scales, zeros, out)), first // CHUNK_N, padded_n, padded_k)
+    kernel = _kernel(_dense_build(problem))
+    kernel((out.shape[0] // CHUNK_N, -(-padded_k // (16 * _DENSE_WARPS)), 1), 32 * _DENSE_WARPS, args)
+
+
 def swiglu(y: Matrix, out: Matrix, *, bfloat16: bool) -> None:
     """``out = silu(gate) * up`` of a product `y` with eight columns of gate and eight of up in turn."""
     kernel = _kernel(_swiglu_build(bfloat16))
@@ -419,6 +447,13 @@ def _swiglu_build(bfloat16: bool) -> Build:
     return Build("swiglu.cu", "swiglu", (("BF16", int(bfloat16)),))
 
 
+_DENSE_WARPS, _DENSE_BYTES = 8, 64 << 20
+
+
+def _dense_build(problem: Problem) -> Build:
+    return Build("dense.cu", "dense_weights", type_macros(problem, problem.zeros))
+
+
 _GATHER = Build("gather.cu", "gather_columns", ())
 _GATHER_THREADS, _GATHER_COLUMNS = 512, 4096  # of a block
 
@@ -471,6 +506,7 @@ def all_builds(arch: str) -> list[Build]:
             builds.append(_sums_build(group_size, bfloat16))
             for zeros in Zeros:
                 problem = Problem(1, 256, 64, group_size, zeros, bfloat16)
+                builds.append(_dense_build(problem))
                 tiles = dict.fromkeys(gemm_tile_shapes(problem, limits))
                 tiles |= dict.fromkeys(gemm_tile_shapes(replace(problem, padded_k=64), limits))
                 for tile in tiles:

@@ -73,12 +73,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must know of a device: SMs, bytes of shared memory, major compute capability."""
+    """What a plan must know of a device.
+
+    SMs, bytes of shared memory, major compute capability; and whether the driver makes tensor maps, without
+    which `marlin_gemm` does what `marlin_wgmma` would.
+    """
 
     sm_count: int
     smem_per_block: int
     smem_per_sm: int
     major: int
+    tensor_maps: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class Plan:
         return (32 * self.chunks, self.threads // (32 * self.chunks)) if self.chunks else (self.threads, 1)
 
 
-def _type_macros(problem: Problem, zeros: Zeros) -> tuple[tuple[str, int], ...]:
+def type_macros(problem: Problem, zeros: Zeros) -> tuple[tuple[str, int], ...]:
+    """Build constants that kernels which unpack have in common."""
     return (
         ("BF16", int(problem.bfloat16)),
         ("GROUP", 0 if problem.group_size == -1 else problem.group_size),
@@ -221,7 +227,7 @@ def gemm_build(tile: GemmTile, stages: int, problem: Problem) -> Build:
         "marlin.cu",
         "marlin_gemm",
         (
-            *_type_macros(problem, tile.zeros(problem.zeros)),
+            *type_macros(problem, tile.zeros(problem.zeros)),
             ("M_TILE", tile.m_tile),
             ("WARPS_N", tile.warps_n),
             ("WARPS_K", tile.warps_k),
@@ -434,7 +440,7 @@ Tile = GemmTile | WgmmaTile
 
 def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]:
     """The tile shapes for a problem on a device; none but for compute capability 9.0."""
-    if limits.major != 9:
+    if limits.major != 9 or not limits.tensor_maps:
         return ()
     shapes = (
         WgmmaTile(16, 2, 1, 2, 256, 2),
@@ -471,7 +477,7 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
         "wgmma.cu",
         "marlin_wgmma",
         (
-            *_type_macros(problem, problem.zeros),
+            *type_macros(problem, problem.zeros),
             ("M_TILE", tile.m_tile),
             ("J", tile.slabs),
             ("WG_N", tile.wg_n),
@@ -571,7 +577,7 @@ def decode_build(problem: Problem, limits: Limits) -> Build:
         "decode.cu",
         "marlin_decode",
         (
-            *_type_macros(problem, problem.zeros),
+            *type_macros(problem, problem.zeros),
             ("M_BLOCKS", decode_row_blocks(problem)),
             ("MAX_WARPS", decode_max_warps(problem, limits)),
         ),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import marlin_jit
@@ -34,7 +34,8 @@ def find(name: str, pattern: str) -> re.Match[str]:
 
 def expression(text: str) -> str:
     """A C++ integer expression as a Python one."""
-    text = re.sub(r"static_cast<\w+>", "", text)
+    text = re.sub(r"(?:static|reinterpret)_cast<\w+>", "", text)
+    text = re.sub(r"!(?!=)", " not ", text)
     text = re.sub(r"\btrue\b", "True", re.sub(r"\bfalse\b", "False", text))
     text = text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
     return _ternary(text).strip()
@@ -87,7 +88,12 @@ def _top_level(text: str, wanted: str) -> int | None:
 
 def value(text: str, names: Mapping[str, Any]) -> Any:
     """An expression's value."""
-    return eval(expression(text), {"min": min, "max": max}, dict(names))
+    return eval(_code(text), {"min": min, "max": max}, dict(names))
+
+
+@cache
+def _code(text: str) -> CodeType:
+    return compile(expression(text), text, "eval")
 
 
 def function(name: str, head: str, constants: Mapping[str, Any] | None = None) -> Callable[..., Any]:

@@ -20,11 +20,11 @@ from helpers import PlayedTime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlin_jit import _cublas, jit, timing
-from marlin_jit.bench import TOLERANCE, VARIANTS, Measurement, Problem, as_record, measure
+from marlin_jit import _cublas, bench, jit, plan, timing
+from marlin_jit.bench import BUSY_FIELDS, TOLERANCE, VARIANTS, Measurement, Problem, as_record, measure
 from marlin_jit.device import unavailable_reason
-from marlin_jit.errors import ShapeError
-from marlin_jit.launch import Matrix
+from marlin_jit.errors import LaunchError, ShapeError
+from marlin_jit.launch import ARCH_LIMITS, Matrix
 from marlin_jit.pack import dequantize, unpack
 from marlin_jit.plan import min_bytes
 
@@ -226,6 +226,74 @@ def test_measure_checks_before_it_times() -> None:
     assert wrong.reason is not None and wrong.reason.startswith("wrong result: error 1.0")
 
 
+class _Played:
+    """What a launch reads of a device array of half-precision numbers."""
+
+    def __init__(self, pointer: int, shape: tuple[int, int]) -> None:
+        self.shape, self.data = shape, SimpleNamespace(ptr=pointer)
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch, arch: str, m: int) -> Any:
+    """What variant mma_sync launches on a device of `arch`: plan, x, weight, bias, output."""
+    limits = plan.Limits(132, *ARCH_LIMITS[arch])
+    seen: list[Any] = []
+    monkeypatch.setattr(bench, "current_device", lambda: None)
+    monkeypatch.setattr(bench, "limits_of", lambda _: limits)
+    monkeypatch.setattr(bench, "marlin", lambda *given: seen.append(given))
+    weight = Problem(256, 192, [1], xp=np, copies=1).weights(True)[0]
+    out = _Played(96, (m, 192))
+    assert bench.call(VARIANTS["mma_sync"], _Played(32, (m, 256)), weight, out) is out
+    ((taken, *given),) = seen
+    assert given == [Matrix(32, 256, m, 256), weight, None, Matrix(96, 192, m, 192)]
+    problem = plan.Problem(m, 256, 192, 128, plan.Zeros.NONE, False)
+    return taken, plan.plans(problem, limits)
+
+
+@pytest.mark.parametrize("m", [16, 64, 1000])
+def test_mma_sync_launches_the_best_plan_of_its_kernel(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    taken, plans = _launched(monkeypatch, "90a", m)
+    assert plans[0].build.name == "marlin_wgmma"  # what `matmul` would take
+    assert taken.build.name == "marlin_gemm"
+    assert taken.microseconds == min(p.microseconds for p in plans if p.build.name == "marlin_gemm")
+
+
+def test_mma_sync_is_what_matmul_takes_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, plans = _launched(monkeypatch, "80", 64)
+    assert taken == plans[0]
+
+
+def test_mma_sync_is_measured_from_16_rows_on() -> None:
+    assert [run.covers("ours", "mma_sync", m) for m in (1, 15, 16, 8192)] == [False, False, True, True]
+
+
+def test_mma_sync_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(256, 192, [33], xp=np, copies=2)
+    wrong_by = 1.0
+
+    def marlin_gemm(kernel: str, x: Any, weight: Any, out: Any) -> None:
+        assert kernel == "marlin_gemm"
+        out[...] = (x.astype(np.float32) @ dequantize(weight).astype(np.float32)) * wrong_by
+
+    monkeypatch.setattr(bench, "_by_kernel", marlin_gemm)
+    clock = ClockStub([0.0])
+    assert measure(problem, VARIANTS["mma_sync"], 33, clock, replays=3, warmup_ms=0.0).reason is None
+    wrong_by = 1.01
+    result = measure(problem, VARIANTS["mma_sync"], 33, clock)
+    assert result.timing is None and str(result.reason).startswith("wrong result")
+
+
+def test_a_kernel_without_a_plan_or_with_rows_it_cannot_read_is_refused() -> None:
+    limits, problem = (
+        plan.Limits(132, *ARCH_LIMITS["80"]),
+        plan.Problem(16, 256, 64, 128, plan.Zeros(0), False),
+    )
+    with pytest.raises(LaunchError, match="no plan of marlin_wgmma fits"):
+        bench.best_plan("marlin_wgmma", problem, limits)
+    weight = Problem(100, 64, [1], group_size=-1, xp=np, copies=1).weights(True)[0]
+    with pytest.raises(ShapeError, match="K is 100"):
+        bench.call(VARIANTS["mma_sync"], _Played(0, (16, 100)), weight, None)
+
+
 def test_problem_refuses_what_it_cannot_make() -> None:
     with pytest.raises(ShapeError, match="float16, bfloat16"):
         Problem(128, 64, [1], dtype="float32", xp=np)
@@ -336,6 +404,7 @@ def _record(library: str, variant: str, m: int, us: float | None, **more: Any) -
 def _document() -> dict[str, Any]:
     records = [
         _record("ours", "symmetric", 16, 5.0),
+        _record("ours", "mma_sync", 16, 6.5),
         _record("ours", "asymmetric", 16, 5.25),
         _record("cublas", "linear", 16, 14.0),
         _record("cublas", "matmul", 16, 12.5),
@@ -353,7 +422,7 @@ def test_a_result_file_comes_back(tmp_path: Path) -> None:
     report.write(path, _document())
     assert report.read(path) == _document()
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
-    assert sum(line.startswith('  {"library"') for line in path.read_text().splitlines()) == 6
+    assert sum(line.startswith('  {"library"') for line in path.read_text().splitlines()) == 7
 
 
 def _without(key: str) -> Any:
@@ -387,11 +456,12 @@ def test_table_has_a_row_an_m_with_ratios() -> None:
     head, row, last = (line.split() for line in lines[1:4])
     got = dict(zip(head, row, strict=True))
     assert got == {
-        "M": "16", "floor": "4.1", "sym": "5.0", "asym": "5.2", "pair": "-", "native": "-", "fp16c": "-",
-        "cuBLAS": "12.5", "humming": "-", "vllm*": "9.5", "/floor": "1.21", "/vllm*": "0.53",
+        "M": "16", "floor": "4.1", "sym": "5.0", "mma.sync": "6.5", "asym": "5.2", "pair": "-", "native": "-",
+        "fp16c": "-", "cuBLAS": "12.5", "humming": "-", "vllm*": "9.5", "/floor": "1.21", "/vllm*": "0.53",
         "/cuBLAS": "0.40", "/humm": "-", "asym+": "+5.0%",
     }  # fmt: skip
     assert dict(zip(head, last, strict=True))["vllm*"] == "189"
+    assert dict(zip(head, last, strict=True))["mma.sync"] == "-"  # as in files from before it was measured
     assert lines[4] == "  ! humming symmetric: humming-kernels does not import: no module"
     assert len({len(line) for line in lines[1:4]}) == 1
 
@@ -451,6 +521,54 @@ def test_few_rows_take_all_passes_before_many_rows(monkeypatch: pytest.MonkeyPat
     assert [record["pass_us"] for record in measured.records] == [[5.0, 5.0]] * 4
 
 
+def test_clock_and_power_are_read_once_a_layer_while_most_rows_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[Any] = []
+
+    class PlayedWorker:
+        library, missing, alive, version = "ours", None, True, {}
+
+        def send(self, request: dict[str, Any]) -> None:
+            log.append(("sent", request.get("m")))
+
+        def receive(self, timeout: float) -> dict[str, Any]:
+            log.append("answered")
+            return {"failed": "no device", "seconds": 0.1}
+
+    def read(fields: Any) -> dict[str, str]:
+        log.append("read")
+        return dict.fromkeys(fields, "1")
+
+    monkeypatch.setattr(run, "Worker", lambda library, log: PlayedWorker())
+    monkeypatch.setattr(run, "read_nvidia_smi", read)
+    monkeypatch.setattr(run.Run, "_open_all", lambda *_: {})
+    measured = run.Run(["ours"], ["symmetric"], [1, 4096], 128, "float16", 2, {}, run.Budget(100), None)
+    for k in (256, 512):
+        measured.measure_shape(k, 192)
+    first = log[: log.index(("sent", None))]
+    many = ("sent", 4096)
+    assert first == [*[("sent", 1), "answered"] * 2, many, "read", "answered", many, "answered"]
+    assert [(r["k"], r["n"], r["m"], r["variant"]) for r in measured.smi_during] == [
+        (256, 192, 4096, "symmetric"),
+        (512, 192, 4096, "symmetric"),
+    ]
+    assert all(r["clocks.sm"] == r["power.draw"] == "1" for r in measured.smi_during)
+
+
+def test_nvidia_smi_is_asked_for_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: Any) -> Any:
+        assert command[1] == "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
+        return SimpleNamespace(stdout="1485 MHz, 695.10 W, 0x0000000000000004\n")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert bench.read_nvidia_smi(BUSY_FIELDS) == {
+        "clocks.sm": "1485 MHz",
+        "power.draw": "695.10 W",
+        "clocks_event_reasons.active": "0x0000000000000004",
+    }
+
+
 class LibraryStub:
     """A `Library` without a device."""
 
@@ -500,7 +618,12 @@ def test_a_lost_context_is_fatal() -> None:
 @no_gpu
 @pytest.mark.parametrize(
     "command",
-    [("-m", "benchmarks.run", "--quick"), ("-m", "benchmarks.sweep", "no.json"), ("tests/gpu/sanitize.py",)],
+    [
+        ("-m", "benchmarks.run", "--quick"),
+        ("-m", "benchmarks.cliff"),
+        ("-m", "benchmarks.sweep", "no.json"),
+        ("tests/gpu/sanitize.py",),
+    ],
 )
 def test_without_a_gpu_measuring_ends_with_one_line(command: tuple[str, ...]) -> None:
     done = subprocess.run(
@@ -682,6 +805,41 @@ def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
         newest = sorted((tables.ROOT / "benchmarks/results").glob(kind))[-1]
         for path, text in tables.pages(report.read(newest), newest.name).items():
             assert path.read_text() == text, f"python -m benchmarks.tables {newest.relative_to(tables.ROOT)}"
+
+
+def test_pages_have_a_column_of_mma_sync_where_it_was_measured() -> None:
+    from benchmarks import tables
+
+    columns = ("symmetric", "mma_sync", "cublas")
+    new = tables.markdown(tables.times(_document()), columns, None).splitlines()
+    assert new[0] == "| K x N | M | symmetric | mma.sync | cuBLAS fp16 |"
+    assert new[2:] == ["| 4096 x 4096 | 16 | 5.0 | 6.5 | 12.5 |", "| 4096 x 4096 | 2048 | 160 | - | - |"]
+    before = _document()
+    before["records"] = [r for r in before["records"] if r["variant"] != "mma_sync"]
+    old = tables.markdown(tables.times(before), columns, None).splitlines()
+    assert old[:3] == [
+        "| K x N | M | symmetric | cuBLAS fp16 |",
+        "|---|---|---|---|",
+        "| 4096 x 4096 | 16 | 5.0 | 12.5 |",
+    ]
+
+
+def test_the_pages_of_a_new_run_show_mma_sync() -> None:
+    from benchmarks import tables
+
+    newest = sorted((tables.ROOT / "benchmarks/results").glob("*-g128.json"))[-1]
+    data = report.read(newest)
+    data["records"].append(_record("ours", "mma_sync", 1024, 77.7))
+    data["records"] = [
+        r
+        for r in data["records"]
+        if r["variant"] != "mma_sync" or (r["k"], r["m"], r["us"]) == (4096, 1024, 77.7)
+    ]
+    pages = tables.pages(data, newest.name)
+    assert {path.name for path in pages} == {"README.md", "performance.md"}
+    for text in pages.values():
+        assert "symmetric | mma.sync | zero points" in text
+        assert sum("| 77.7 |" in line for line in text.splitlines()) == 1
 
 
 def test_pages_take_nothing_but_what_they_say() -> None:

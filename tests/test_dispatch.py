@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import marlin_jit as mj
-from marlin_jit import launch, plan
+from marlin_jit import _tensor_map, launch, plan
 from marlin_jit.device import DeviceInfo
 from marlin_jit.errors import (
     CompileError,
@@ -270,14 +270,18 @@ def test_arrays_of_two_sides(rng: np.random.Generator, monkeypatch: pytest.Monke
         mj.matmul(x, w, out=np.ones((2, w.N), FP16).view(OnDevice))
 
 
+PATHS = ["reference", "batch_invariant", "fp16_cache", "dense"]
+PATHS += ["marlin", "marlin_pair", "cross_iteration", "native"]
+
+
 def test_paths_by_name(rng: np.random.Generator) -> None:
     w = mj.pack(plain_weight(rng))
     x = activations(rng, 2, w.K)
     with pytest.raises(
-        ValueRangeError, match="no path 'tensor_core'; there are: reference, batch_invariant, fp16_cache, mar"
+        ValueRangeError, match="no path 'tensor_core'; there are: reference, batch_invariant, fp16_cache, den"
     ):
         mj.matmul(x, w, path="tensor_core")
-    for path in ("batch_invariant", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native"):
+    for path in PATHS[1:]:
         with pytest.raises(LaunchError, match=f"path '{path}' cannot be taken here: .*x is a GPU array"):
             mj.matmul(x, w, path=path)
     assert_product(mj.matmul(x, w, path="reference"), x, weight64(mj.unpack(w)))
@@ -291,10 +295,8 @@ def test_explain_shows_every_gate(rng: np.random.Generator) -> None:
     answer = mj.explain(activations(rng, 2, w.K), w)
     assert answer.path == "reference"
     assert answer.plan is None
-    assert [a.path for a in answer.answers] == [
-        *("reference", "batch_invariant", "fp16_cache", "marlin", "marlin_pair", "cross_iteration", "native")
-    ]
-    assert [a.chosen for a in answer.answers] == [True, *[False] * 6]
+    assert [a.path for a in answer.answers] == PATHS
+    assert [a.chosen for a in answer.answers] == [True, *[False] * 7]
     lines = str(answer).splitlines()
     assert lines[:2] == ["-> reference", "     [x] x is a NumPy array"]
     at = lines.index("   marlin")
@@ -472,8 +474,20 @@ class PlayedGpu:
         delta = plain.zero.astype(np.float64) + 8 * plain.scale.astype(np.float64)
         rows_of(out)[...] = rows_of(out) + sums @ delta
 
-    def matmul_dense(self, x: launch.Matrix, w: np.ndarray, out: launch.Matrix) -> None:
+    def dense_weights(self, w: Any, first: int, out: np.ndarray) -> None:
+        self._note("dense")
+        assert first % 64 == out.shape[0] % 64 == 0 and first + out.shape[0] <= w.padded_shape[1]
+        assert out.shape[1] == w.padded_shape[0]
+        out[...] = np.nan  # rows and columns of padding must not matter
+        there = mj.dequantize(w)[:, first : first + out.shape[0]].T
+        out[: there.shape[0], : there.shape[1]] = there
+
+    def matmul_dense(
+        self, x: launch.Matrix, w: np.ndarray, out: launch.Matrix, *, transposed: bool = False
+    ) -> None:
         self._note("cublas")
+        if transposed:
+            w = w[: out.columns, : x.columns].T
         assert all(m.rows == 1 or m.stride >= m.columns for m in (x, out)), "no stride that cuBLAS takes"
         self._product(x, w.astype(np.float64), None, out)
 
@@ -493,6 +507,7 @@ class PlayedGpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     """NumPy arrays pass for arrays of an H200."""
     played = PlayedGpu()
+    monkeypatch.setattr(_tensor_map, "available", lambda: True)
     checked: Callable[..., Any] = engine._checked
     as_rows = engine._as_rows
 
@@ -517,7 +532,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
     monkeypatch.setattr(engine.repeat, "remember", lambda *_: None)  # tests/gpu/test_repeat_gpu.py
     monkeypatch.setattr(engine, "_scratch_array", played.scratch_array)
     monkeypatch.setattr("marlin_jit._cublas.matmul_dense", played.matmul_dense)
-    for name in ("marlin", "group_sums", "correct", "native", "swiglu"):
+    for name in ("marlin", "group_sums", "correct", "native", "swiglu", "dense_weights"):
         monkeypatch.setattr(launch, name, getattr(played, name))
     yield played
 
@@ -615,6 +630,7 @@ def test_each_path_multiplies(gpu: PlayedGpu, packed: Any, rng: np.random.Genera
         ("marlin_pair", ["symmetric", "group_sums", "correct", "swiglu"]),
         ("native", ["native", "swiglu"]),
         ("fp16_cache", ["cublas", "swiglu"]),
+        ("dense", ["dense", "cublas", "swiglu"]),
     ],
 )
 def test_swiglu_on_each_path(gpu: PlayedGpu, path: str | None, calls: list[str], rng: Any) -> None:
@@ -678,6 +694,38 @@ def test_batch_invariance_for_the_process(
         mj.matmul(x, packed)
     mj.set_batch_invariant(False)
     assert mj.explain(x, packed).path == "fp16_cache"
+
+
+def test_dense_weights_a_number_of_columns_at_a_time(
+    gpu: PlayedGpu, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = mj.pack(plain_weight(rng, K=250, N=300, group=125 * 2))
+    x, bias = activations(rng, 5, 250), activations(rng, 300)
+    for limit, tiles in ((64 << 20, 1), (2 * 256 * 128, 3), (2 * 256 * 64, 5), (1, 5)):
+        monkeypatch.setattr(launch, "_DENSE_BYTES", limit)
+        gpu.calls.clear()
+        check(x, w, mj.matmul(x, w, path="dense"))
+        assert [call for call in gpu.calls if call != "copy"] == ["dense", "cublas"] * tiles
+        y = mj.matmul(x, w, bias, path="dense").astype(np.float64)
+        np.testing.assert_allclose(y, mj.matmul(x, w, bias, path="native").astype(np.float64), atol=0.02)
+
+
+def test_many_rows_are_dense_on_compute_capability_10_alone(
+    gpu: PlayedGpu, packed: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "DENSE_MIN_M", 20)
+    few, many = activations(rng, 19, 256), activations(rng, 20, 256)
+    for capability in ((8, 0), (9, 0), (10, 0), (10, 3), (12, 0)):
+        gpu.capability = capability
+        assert mj.explain(few, packed).path == "marlin"
+        assert mj.explain(many, packed).path == ("dense" if capability[0] == 10 else "marlin")
+    gpu.capability = (10, 0)
+    check(many, packed, mj.matmul(many, packed))
+    assert mj.explain(many, mj.unpack(packed)).path == "native"
+    with mj.dispatch(False):
+        assert mj.explain(many, packed).path == "native"
+    monkeypatch.setattr(engine, "_cublas_there", lambda: False)
+    assert mj.explain(many, packed).path == "marlin"
 
 
 def test_batch_invariance_is_switched_by_a_bool() -> None:

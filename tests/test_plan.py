@@ -256,10 +256,23 @@ def test_sizes_are_those_the_wgmma_kernel_uses() -> None:
                 assert c.COPIED_BYTES <= c.STAGE_BYTES < 1 << 20  # what a barrier counts
                 assert c.STAGE_BYTES % 1024 == c.BOX_BYTES % 1024 == 0
                 assert c.W_AT % 128 == c.S_AT % 128 == c.Z_AT % 128 == 0
-                assert p.smem >= c.TOLD_AT + 5 * 4 and p.smem + STATIC_SMEM <= H200.smem_per_block
+                smem = tile.smem(stages, group_size, zeros)
+                assert p.smem >= smem >= c.TOLD_AT + 5 * 4
+                assert p.smem + STATIC_SMEM <= H200.smem_per_block
                 assert tile.partial_bytes == c.SUMS_BYTES == c.OWN * c.M_BLOCKS * 16 * c.CONSUMERS
+                assert tile.output_bytes == c.OUTPUT_BYTES
                 ring = stages * c.STAGE_BYTES
-                assert ring == c.FULL_AT >= max(tile.partial_bytes, c.OUTPUT_AT + c.OUTPUT_BYTES)
+                assert ring == c.RING_BYTES >= tile.least_ring >= tile.partial_bytes
+                assert tile.apart == c.APART
+                if c.APART:
+                    assert ring == c.OUTPUT_AT
+                    assert ring + tile.output_bytes == c.END_BYTES == c.FULL_AT
+                else:
+                    assert ring == c.FULL_AT >= max(tile.partial_bytes, c.OUTPUT_AT + c.OUTPUT_BYTES)
+                assert (
+                    stages >= c.END_SLOTS
+                )  # what the kernel asserts of its ring, and of the room behind sums
+                assert c.ROOM >= c.BATCH > 0 == c.PARTIAL % c.BATCH
                 assert blocks * (p.smem + SYSTEM_SMEM) <= H200.smem_per_sm or blocks > 1
                 registers = 2 * c.CONSUMER_REGISTERS + c.PRODUCER_REGISTERS
                 at_start = 65536 // (tile.blocks * tile.threads) // 8 * 8  # of each thread
@@ -363,7 +376,8 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
 @given(st.integers(1, 3000), st.integers(1, 60), st.sampled_from((*TILES, *WGMMA_TILES)))
 def test_tiles_cover_the_output_once(m: int, chunks: int, tile: plan.Tile) -> None:
     band = int(kernel_source.find("tiles.cuh", r"constexpr int BAND = (\d+);")[1])
-    names = {"ROWS": tile.m_tile, "COLUMNS": tile.n_tile, "BAND": band}
+    quotient = kernel_source.function("tiles.cuh", "quotient(int a, int b)")
+    names = {"ROWS": tile.m_tile, "COLUMNS": tile.n_tile, "BAND": band, "quotient": quotient}
     tile_at = kernel_source.function("tiles.cuh", "tile_at(int index, int m, int padded_n)", names)
     problem = Problem(m, 128, 64 * chunks, 128, Zeros.NONE, False)
     tiles, _ = plan.gemm_tiles(tile, problem)

@@ -91,27 +91,33 @@ class KernelStub:
         return SimpleNamespace(field=memory.field, launch=launch)
 
 
-@pytest.mark.parametrize("source", ["decode.cu", "marlin.cu", "wgmma.cu"])
-def test_a_repeated_launch_passes_what_a_launch_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All arguments, with the kernel's own parameters: three addresses are written where they belong."""
+@pytest.mark.parametrize(
+    ("source", "boxed"), [("decode.cu", False), ("marlin.cu", False), ("wgmma.cu", False), ("wgmma.cu", True)]
+)
+def test_a_repeated_launch_passes_what_a_launch_passes(
+    source: str, boxed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All arguments, with the kernel's own parameters: addresses and maps are written where they belong."""
     monkeypatch.setattr(launch, "tensor_map", lambda *of: repr(of).encode().ljust(128)[:128])
     name, wgmma = {"decode.cu": "marlin_decode", "marlin.cu": "marlin_gemm"}.get(source, "marlin_wgmma"), {}
     kernel = KernelStub(source, name)
     count = len(kernel.layout) - 5  # x, its stride, bias, out, its stride
     weights: tuple[Any, ...] = (901, 902, 903)
     if source == "wgmma.cu":
-        count, wgmma = count + 1, {"kind": 6, "rows": 5, "columns": 128, "box": (16, 64)}
+        wgmma = {"kind": 6, "rows": 5, "columns": 128, "out_columns": 72, "box": (16, 64), "boxed": boxed}
         weights = (b"w" * 128, b"s" * 128, b"z" * 128, 901, 902)
     sizes = tuple(range(1000, 1000 + count - len(weights)))
     kind = launch.PreparedWgmma if wgmma else launch.Prepared
     prepared = kind(kernel, (2, 3, 1), (128, 2), 7, weights, sizes, (), 3, **wgmma)  # type: ignore[arg-type]
     again = prepared.repeated(1 << 40, K, 72, 7)
-    for x, bias, out in ((1 << 41, 0, 1 << 42), (1 << 20, 48, 1 << 30), (16, 1 << 33, 32)):
+    for x, bias, out in ((1 << 41, 0, 1 << 42), (1 << 20, 48, 1 << 30), (16, 1 << 33, 32), (32, 0, 34)):
         prepared(x, K, bias, out, 72)
         expected = kernel.seen
         del kernel.seen
         again(x, bias, out)
         assert kernel.seen == expected
+        of_output = repr((out, 6, 5, 72, 144, (16, 64), 3)).encode()
+        assert (of_output in expected[-1]) == (boxed and out % 16 == 0)
 
 
 def kept(world: World, w: Any, x: Fake, bias: Any = None, gated: int = 0) -> None:

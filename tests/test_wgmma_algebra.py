@@ -1,7 +1,7 @@
 """wgmma.cu without a GPU: what its copies, tensor cores and stores are given, and how its ring turns.
 
 Address formulas are read out of the kernel's text (`kernel_source`). How a box lies in shared memory, what a
-wgmma takes from there and from registers, and what `movmatrix` does is as the PTX ISA says.
+wgmma takes from there and from registers, what `stmatrix` does and what a shuffle is as the PTX ISA says.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def find(pattern: str) -> re.Match[str]:
     return kernel_source.find("wgmma.cu", pattern)
 
 
-def constants(tile: plan.WgmmaTile, group: int = 128) -> Any:
-    macros = plan.wgmma_build(tile, 4, PROBLEM).defines | {"GROUP": group}
+def constants(tile: plan.WgmmaTile, group: int = 128, **of_template: int) -> Any:
+    macros = plan.wgmma_build(tile, 4, PROBLEM).defines | {"GROUP": group} | of_template
     return kernel_source.constants("wgmma.cu", macros)
 
 
@@ -55,6 +55,7 @@ def warps(c: Any) -> Iterator[dict[str, Any]]:
         know(of_warp)
         for method in ("slab_of", "column", "own_column"):
             names[method] = kernel_source.function("wgmma.cu", f"int {method}(int g)", names)
+        names["own_slab"] = kernel_source.function("wgmma.cu", "int own_slab()", names)
         know(of_lane)
         yield names
 
@@ -244,11 +245,25 @@ def test_each_product_has_its_own_words_and_each_groups_sum_its_own_scale(
 # ---- sums and the way out -------------------------------------------------------------------------------
 
 
-def transpose8x8(registers: np.ndarray) -> np.ndarray:
-    """`movmatrix.trans` of 16-bit pairs, [32, 2]: lane 4r + t holds elements 2t, 2t+1 of row r."""
-    matrix = np.empty((8, 8), registers.dtype)
-    matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
-    return matrix.T[G[:, None], 2 * T[:, None] + np.arange(2)]
+def banks(at: np.ndarray) -> np.ndarray:
+    """How many of those that access 16 bytes each at these addresses meet in each bank of shared memory."""
+    assert (at % 16 == 0).all()
+    return np.bincount((at[:, None] // 4 + np.arange(4)).ravel() % 32, minlength=32)
+
+
+def store_transposed(memory: np.ndarray, at: np.ndarray, *matrices: np.ndarray) -> None:
+    """`stmatrix.trans` of 16-bit pairs, each [32, 2]: lane 4r + t holds elements 2t, 2t+1 of row r.
+
+    Lane 8*i + r has the address of row r of what becomes of matrix i.
+    """
+    for i, registers in enumerate(matrices):
+        rows = at[8 * i : 8 * i + 8]
+        assert (banks(rows) == 1).all(), "a bank conflict"
+        matrix = np.empty((8, 8), registers.dtype)
+        matrix[G[:, None], 2 * T[:, None] + np.arange(2)] = registers
+        place = rows[:, None] // 2 + np.arange(8)
+        assert (memory[place] == -1).all()
+        memory[place] = matrix.T
 
 
 def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
@@ -282,121 +297,440 @@ def test_warpgroups_exchange_the_halves_they_do_not_keep(tile: plan.WgmmaTile) -
     names = [vars(c) | {"j": j, "mb": mb} for j in range(c.OWN) for mb in range(c.M_BLOCKS)]
     places = [int(kernel_source.value(give, n)) for n in names]
     assert sorted(places) == [i * c.CONSUMERS for i in range(c.OWN * c.M_BLOCKS)]
-    assert len(places) * c.CONSUMERS * 16 == c.SUMS_BYTES <= tile.sums_bytes
+    assert len(places) * c.CONSUMERS * 16 == c.SUMS_BYTES == tile.partial_bytes <= tile.least_ring
+    assert (
+        not tile.apart and c.SUMS_BYTES <= c.END_SLOTS * c.STAGE_BYTES
+    )  # all in slots that copies leave alone
+    assert find(r"if \(!APART\) Consumers::sync\(\); if constexpr \(WG_K == 1\)")  # and that have been read
+
+
+def wgmma_function(head: str, c: Any) -> Any:
+    return kernel_source.function("wgmma.cu", head, vars(c))
+
+
+def rounded(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
+    """What `round_tile` or `round_gated_tile` leaves of a tile: each wn's place in shared memory."""
+    memory = np.full((c.WG_N, c.M_TILE * c.COLUMNS), -1)
+    vector_at = wgmma_function("vector_at(int row, int vector)", c)
+    if gated:
+        lane_of = r"\(thread_anew\(\) (% 8), "
+        pairs = r"Type::pair\(silu\(v\[0\]\) \* v\[2\], silu\(v\[1\]\) \* v\[3\]\)"
+    else:
+        lane_of = r"\(lane (% 8), "
+        pairs = ", ".join(
+            rf"Type::pair\(v\[{2 * i}\] \+ bias\[{i}\], v\[{2 * i + 1}\] \+ bias\[{i}\]\)" for i in range(2)
+        )
+        assert find(r"const int lane = thread_anew\(\) % 32, g = lane / 4;")
+    row_of, vector_of = find(rf"to = output \+ vector_at{lane_of}([^;]*own_slab[^;]*)\);").groups()
+    step = find(rf"store_transposed\(to \+ ([^,]*), {pairs}\);")[1]
+    for names in warps(c):
+        own = sums_of(c, C, names)
+        names["w"] = SimpleNamespace(**names)
+        for j in range(c.OWN):
+            row = kernel_source.value("lane" + row_of, names)
+            start = vector_at(row, kernel_source.value(vector_of, {**names, "j": j}))
+            for mb in range(c.M_BLOCKS):
+                at = start + kernel_source.value(step, {"mb": mb})
+                if gated:  # gate and up are 8 columns apart
+                    assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
+                matrices = [own[j, mb, 2 * i : 2 * i + 2].T for i in range(1 if gated else 2)]
+                store_transposed(memory[names["wn"]], at, *matrices)
+    return memory
+
+
+def complete(
+    c: Any, boxed: bool, output: np.ndarray, to: np.ndarray, begin: int, ldc: int, rows: int, vectors: int
+) -> None:
+    """`complete` by all threads of a wn, statement by statement; ``to[begin]`` is where the tile begins.
+
+    `c` are constants under its LOG_SLAB.
+    """
+    number = r"[^;]*?"
+    names: dict[str, Any] = vars(c) | {"thread": np.arange(c.STORERS), "ldc": ldc}
+    for head in ("vector_at(int row, int vector)", "turned(int slab, int i)"):
+        names[head.partition("(")[0]] = wgmma_function(head, c)
+
+    def value(text: str, **more: int) -> Any:
+        return kernel_source.value(re.sub(r"\bpass\b", "of_pass", text), names | more)
+
+    part_of, first_of = find(
+        rf"thread = thread_anew\(\) % STORERS, part = ({number}), first = ({number});"
+    ).groups()
+    names["part"], names["first"] = value(part_of), value(first_of)
+    lanes_of = find(rf"lanes\[i\] = ({number});")[1]
+    lanes = [value(lanes_of, i=i) for i in range(4)]
+    at = value(find(rf"uint8_t\* at = output \+ (vector_at{number});")[1])
+    target = begin + value(find(rf"to \+= (first {number});")[1])
+    load = r"if \((first [^<]* < M_TILE)\) vector\[i\] = \*reinterpret_cast<const Vec4\*>\(at \+ (.*?)\);"
+    exists, from_of = find(load).groups()
+    row_of = find(rf"const int row = ({number}); uint32_t\* pairs = &vector\[i\]\.x;")[1]
+    exchanged = find(
+        r"for \(int pair = 1; pair < 4; pair\+\+\) if \((pair [^)]*)\) pairs\[pair\] = "
+        r"__shfl_sync\(0xffffffff, pairs\[pair\], lanes\[pair\]\);"
+    )[1]
+    boxed_row, back_to = find(
+        r"if \(BOXED\) \{ if \((row < \w+)\) \*reinterpret_cast<Vec4\*>\(at \+ (.*?)\) = vector\[i\]; \}"
+    ).groups()
+    row_exists, part_exists, further = find(
+        r"if \((row < \w+) && (part < \w+)\) \*reinterpret_cast<Vec4\*>\(to\) = vector\[i\]; "
+        r"to \+= (STEP [^;]*);"
+    ).groups()
+    assert find(r"for \(int pass = 0; pass < PASSES; pass \+= AT_ONCE\)")
+    assert c.PASSES % c.AT_ONCE == 0 and c.STEP % 8 == 0
+
+    # A gated row of 64 columns fills half of its 128 bytes: eight lanes then read halves of two rows, which
+    # lie in the same banks.
+    ways = 2 if c.LOG_SLAB == 0 and c.J == 1 else 1
+    eight = np.arange(8)
+    for of_pass in range(0, c.PASSES, c.AT_ONCE):
+        vector = np.full((c.AT_ONCE, c.STORERS, 4, 2), -2)
+        for i in range(c.AT_ONCE):
+            loaded = value(exists, of_pass=of_pass, i=i)
+            place = at + value(from_of, of_pass=of_pass, i=i)
+            for lanes_at_once in np.split(np.arange(c.STORERS), c.STORERS // 8):
+                if loaded[lanes_at_once].any():
+                    assert banks(place[lanes_at_once][loaded[lanes_at_once]]).max() == ways, "a bank conflict"
+            vector[i, loaded] = output[place[loaded, None] // 2 + eight].reshape(-1, 4, 2)
+        for i in range(c.AT_ONCE):
+            names["row"] = value(row_of, of_pass=of_pass, i=i)
+            for pair in range(1, 4):
+                if value(exchanged, pair=pair):
+                    source = names["thread"] & ~31 | lanes[pair] & 31  # a shuffle's lane counts modulo 32
+                    vector[i, :, pair] = vector[i, source, pair]
+            elements = vector[i].reshape(-1, 8)
+            if boxed:
+                stored = value(boxed_row)
+                place = at + value(back_to, of_pass=of_pass, i=i)
+                output[place[stored, None] // 2 + eight] = elements[stored]
+            else:
+                stored = value(row_exists, rows=rows) & value(part_exists, vectors=vectors)
+                assert (target[stored] % 8 == 0).all()
+                places = target[stored, None] + eight
+                assert (to[places] == -1).all()
+                to[places] = elements[stored]
+                target = target + value(further)
+
+
+def boxes_of(c: Any, output: np.ndarray) -> np.ndarray:
+    """The boxes of a wn's place as a tensor map with SWIZZLE_128 takes them, [J, M_TILE, 64]."""
+    from_of = find(r"shared_address\(output\) \+ (i \* [^;]*)\);")[1]
+    boxes = np.empty((c.J, c.M_TILE, 64), output.dtype)
+    for i in range(c.J):
+        start = kernel_source.value(from_of, vars(c) | {"i": i})
+        assert start % 1024 == 0  # else its rows are not numbered from its beginning
+        for row in range(c.M_TILE):
+            for vector in range(8):
+                at = (start + row * 128 + (vector ^ row % 8) * 16) // 2
+                boxes[i, row, 8 * vector : 8 * vector + 8] = output[at : at + 8]
+    return boxes
+
+
+def finished(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
+    """A tile's output: `C`, or of each 16 columns the product of the two halves, named by its gate."""
+    f = np.arange(c.TILE_N // 2)
+    return C[:, 16 * (f // 8) + f % 8] if gated else C
+
+
+def test_lanes_turn_to_the_slab_that_a_pair_is_of() -> None:
+    """Rows g of a warp's first operand are of slab `slab_of(g)`, and pair i of a vector of rows 2i, 2i + 1."""
+    for tile in TILES:
+        c = constants(tile)
+        turned = wgmma_function("turned(int slab, int i)", c)
+        for names in warps(c):
+            for g in range(8):
+                for u in range(names["slab"], names["slab"] + c.J):  # the place, and whose it is
+                    of = (names["slab_of"](g) + u - names["slab"]) % 4
+                    assert of + turned(of, g // 2) == u
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bool, boxed: bool) -> None:
+    c = constants(tile, LOG_SLAB=0 if gated else 1)
+    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    # Bias: of the lane's own columns n = g and g + 8, as the sums that it is added to.
+    bias_of = find(r"const int n = tile\.n0 \+ (w\.own_column\(g\) \+ [^;]*);")[1]
+    for i, further in ((0, ""), (1, r" \+ 8")):
+        assert find(rf"if \(n{further} < p\.n\) bias\[{i}\] = Type::to_float\(p\.bias\[n{further}\]\);")
+    for names in warps(c):
+        own = sums_of(c, C, names)
+        for j in range(c.OWN):
+            n = kernel_source.value(bias_of, {"w": SimpleNamespace(**names), "g": G, "j": j})
+            for half in range(2):
+                assert (own[j, :, 2 * half : 2 * half + 2] % c.TILE_N == n + 8 * half).all()
+    memory, width = rounded(c, C, gated), c.COLUMNS // (2 if gated else 1)
+    expected = np.split(finished(c, C, gated), c.WG_N, axis=1)
+    for wn in range(c.WG_N):
+        to = np.full(c.M_TILE * width, -1)
+        complete(c, boxed, memory[wn], to, 0, width, c.M_TILE, width // 8)
+        if boxed:
+            found = boxes_of(c, memory[wn]).transpose(1, 0, 2).reshape(c.M_TILE, -1)
+            assert np.array_equal(found[:, :width], expected[wn])
+            assert (to == -1).all()
+        else:
+            assert np.array_equal(to.reshape(c.M_TILE, width), expected[wn])
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_output_has_a_place_that_nothing_else_uses_then(tile: plan.WgmmaTile, stages: int) -> None:
+    c = kernel_source.constants("wgmma.cu", plan.wgmma_build(tile, stages, PROBLEM).defines)
+    if tile.least_ring > c.RING_BYTES:
+        return
+    assert tile.apart == c.APART
+    begin = find(r"uint8_t\* output = smem \+ (OUTPUT_AT [^;]*);")[1]
+    places = []
+    for wn in range(c.WG_N):
+        place = kernel_source.value(begin, vars(c) | {"w": SimpleNamespace(wn=wn)})
+        assert place % 1024 == 0  # as `vector_at` counts rows, and boxes are swizzled
+        places += range(place, place + c.M_TILE * c.COLUMNS * 2)
+    assert places == list(range(c.OUTPUT_AT, c.OUTPUT_AT + c.OUTPUT_BYTES))
+    assert tile.output_bytes == c.OUTPUT_BYTES
+    if c.APART:
+        assert c.RING_BYTES == c.OUTPUT_AT and c.OUTPUT_AT + c.OUTPUT_BYTES <= c.FULL_AT
+        assert c.END_SLOTS == c.STAGES  # of the pieces that are shared
+        assert c.SUMS_BYTES <= c.RING_BYTES  # this block's, and behind them others'
+    else:
+        # In front: then threads wait until sums are read.
+        assert c.OUTPUT_AT in (0, c.SUMS_BYTES) and c.FULL_AT == c.RING_BYTES
+        assert find(r"if \(OUTPUT_AT == 0\) Consumers::sync\(\);")
+        end = max(c.SUMS_BYTES, c.OUTPUT_AT + c.OUTPUT_BYTES)
+        assert end <= c.END_BYTES <= c.END_SLOTS * c.STAGE_BYTES <= c.RING_BYTES
+    assert c.FULL_AT % 8 == 0
+    bytes_of = find(r"const int bytes = (APART [^;]*) \* STAGE_BYTES;")[1]
+    room_of = find(r"room = (\(bytes [^;]*);")[1]
+    for left in (False, True):
+        text = re.sub(r"pieces\.left\(deal\)", "left", bytes_of) + " * STAGE_BYTES"
+        names = vars(c) | {"left": left}
+        names["bytes"] = kernel_source.value(text, names)
+        room = kernel_source.value(room_of, names)
+        assert names["bytes"] <= c.FULL_AT and room >= 1
+        assert c.SUMS_BYTES + room * c.BATCH * c.VECTOR_BYTES <= names["bytes"]
+
+
+def of_store_tile() -> str:
+    return find(r"void store_tile\((.*?)__device__ __forceinline__ void consume\(")[1]
+
+
+class Truncated(int):
+    """An int that is divided as in C++: towards zero."""
+
+    def __floordiv__(self, other: int) -> int:
+        return -(-int(self) // other) if self < 0 else int(self) // other
+
+    def __mod__(self, other: int) -> int:
+        return int(self) - self // other * other
+
+
+def store_elements(
+    c: Any,
+    output: np.ndarray,
+    to: np.ndarray,
+    begin: int,
+    ldc: int,
+    rows: int,
+    columns: int,
+    first_column: int,
+) -> None:
+    """`store_elements` by all threads of a wn. `c` are constants under its LOG_SLAB."""
+    names: dict[str, Any] = vars(c) | {"thread": np.arange(c.STORERS), "first_column": first_column}
+    names |= {"rows": rows, "columns": columns, "ldc": ldc}
+    for head in ("vector_at(int row, int vector)", "turned(int slab, int i)"):
+        names[head.partition("(")[0]] = wgmma_function(head, c)
+
+    def value(text: str) -> Any:
+        return kernel_source.value(text, names)
+
+    names["log"] = value(find(r"log = (first_column [^;,]*), thread = thread_anew\(\) % STORERS;")[1])
+    names["column"] = value(find(r"const int column = (first_column [^;]*);")[1])
+    names["vector"] = value(find(r"const int vector = (column [^;]*);")[1])
+    step = value(find(r"for \(int first = 0; first < M_TILE; first \+= (STORERS [^)]*)\)")[1])
+    names["first"] = np.arange(0, c.M_TILE, step)[:, None]
+    names["row"] = value(find(r"const int row = (first \+ \(thread [^;]*);")[1])
+    row_exists, column_exists, to_of, from_of = find(
+        r"if \((row < \w+) && (column < \w+)\) to\[([^\]]*)\] = "
+        r"\*reinterpret_cast<const uint16_t\*>\(output \+ (.*?)\);"
+    ).groups()
+    exists = value(row_exists) & value(column_exists)
+    target, source = begin + value(to_of)[exists], value(from_of)[exists]
+    assert (source % 2 == 0).all() and len(set(target)) == len(target)
+    assert (to[target] == -1).all()
+    to[target] = output[source // 2]
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bool) -> None:
-    c = constants(tile)
-    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
-    memory = np.full(c.M_TILE * c.PITCH, -1)
-    # Bias: of the lane's own columns n = g and g + 8, before it is turned.
-    assert find(r"const int n = tile\.n0 \+ w\.own_column\(g\) \+ 16 \* j \+ g;")
-    for i, further in ((0, ""), (1, r" \+ 8")):
-        assert find(rf"if \(n{further} < p\.n\) bias\[{i}\] = Type::to_float\(p\.bias\[n{further}\]\);")
-    assert find(r"v\[2 \* half\] \+ bias\[half\], v\[2 \* half \+ 1\] \+ bias\[half\]\)")
-    first = find(
-        rf"to = output \+ (g \* PITCH \+ w\.own_column\(2 \* t\){' / 2' if gated else ''} \+ [^;]*);"
-    )[1]
-    step = find(rf"to \+ (mb [^)]*\) \+ j \* {'8' if gated else r'16 [^)]*'})\) = transpose8x8\(pair\);")[1]
-    for names in warps(c):
-        own = sums_of(c, C, names)
-        start = kernel_source.value(first.replace("w.", ""), names)
-        for j in range(c.OWN):
-            for mb in range(c.M_BLOCKS):
-                for half in range(1 if gated else 2):
-                    at = start + kernel_source.value(step, {**names, "j": j, "mb": mb, "half": half})
-                    if gated:  # silu(v[0]) * v[2], silu(v[1]) * v[3]: gate and up are 8 columns apart
-                        assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
-                    pair = transpose8x8(own[j, mb, 2 * half : 2 * half + 2].T)
-                    assert (at % 2 == 0).all()
-                    assert len(set(at // 2 % 32)) == 32, "a bank conflict"
-                    assert (memory[at] == -1).all()
-                    memory[at], memory[at + 1] = pair.T
-    assert c.OUTPUT_AT in (0, c.SUMS_BYTES) and c.SUMS_BYTES % 16 == 0
-    assert c.OUTPUT_AT + 2 * len(memory) <= c.END_BYTES <= c.END_SLOTS * c.STAGE_BYTES
-    found = memory.reshape(c.M_TILE, c.PITCH)
-    if gated:
-        f = np.arange(c.TILE_N // 2)
-        assert np.array_equal(found[:, : c.TILE_N // 2], C[:, 16 * (f // 8) + f % 8])
-    else:
-        assert np.array_equal(found[:, : c.TILE_N], C)
-
-
-@pytest.mark.parametrize("halved", [0, 1])
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_stores_write_what_exists_of_a_tile_and_nothing_else(
-    tile: plan.WgmmaTile, aligned: bool, halved: int, rng: np.random.Generator
+    tile: plan.WgmmaTile, aligned: bool, gated: bool, rng: np.random.Generator
 ) -> None:
-    """`store_tile` and `for_rows`, bounds and offsets as the kernel has them."""
-    c = constants(tile)
-    number = r"[^;]*?"
-    columns_of, rows_of = find(rf"columns = (min\({number}\)), m_left = ({number});").groups()
-    log_of, vectors_of = (
-        find(rf"log = (LOG_VECTORS {number});")[1],
-        find(rf"vectors = (aligned {number});")[1],
+    """`store_tile`, bounds and offsets as the kernel has them, of whole matrices and of parts of them.
+
+    A box is taken to write the whole of every 16-byte vector of which something exists.
+    """
+    c = constants(tile, LOG_SLAB=0 if gated else 1)
+    text = of_store_tile()
+
+    def formula(pattern: str) -> str:
+        (found,) = re.findall(pattern, text)
+        assert isinstance(found, str)
+        return found
+
+    n0_of, rows_of, columns_of = (
+        formula(r", n0 = (\(tile\.n0 [^;]*);"),
+        formula(r"const int rows = (min\([^)]*\)),"),
+        formula(r", columns = (min\([^)]*\));"),
     )
-    part_of, pass_of = find(rf"part = (thread & {number});")[1], find(r"first \+= (CONSUMERS [^)]*)\) \{")[1]
-    row_of, row_exists = find(rf"const int row = ({number}); if \((row .*?)\) copy\(row, part\);").groups()
-    base_of = find(rf"uint16_t\* to = p\.c \+ ({number});")[1]
-    by_vectors = find(rf"if \((vectors > 0)\) for_rows\(m_left, ({number}), \[&\]")
-    by_elements = find(rf"if \((vectors \* 8 {number})\) for_rows\(m_left, ({number}), \[&\]")
-    left_out = find(r"if \((part [^)]*)\) return;")[1]
-    vector_from = find(rf"const Vec4\*>\(output \+ ({number})\);")[1]
-    vector_to = find(rf"reinterpret_cast<Vec4\*>\(to \+ ({number})\) = vector;")[1]
-    column_of = find(rf"const int column = (vectors {number});")[1]
-    element = find(rf"if \((column [^)]*)\) to\[({number})\] = output\[({number})\];").groups()
+    begin_of = formula(r"uint16_t\* to = p\.c \+ ([^;]*);")
+    boxed_if = formula(r"if \((APART &&[^;{]*)\) \{ complete<1, true>\(output, nullptr, 0, 0, 0\);")
+    x_of, y_of = re.findall(r"store_box\(boxes, ([^,]*), ([^,]*), ", text)[0]
+    vectors_of = formula(r"vectors = (aligned [^;]*);")
+    by_vectors = formula(
+        r"if \(([^;{]*)\) \{ if \(p\.gated\) complete<0, false>\(output, to, p\.ldc, rows, vectors\); "
+        r"else complete<1, false>\(output, to, p\.ldc, rows, vectors\); \}"
+    )
+    elements = r"\(output, to, p\.ldc, rows, columns, ([^;]*)\);"
+    by_elements, *first_column = re.findall(
+        rf"if \(([^;{{]*)\) \{{ if \(p\.gated\) store_elements<0>{elements} else store_elements<1>{elements}",
+        text,
+    )[0]
+    assert first_column[0] == first_column[1]
 
-    width, tiles = c.TILE_N >> halved, 2
-    thread = np.arange(c.CONSUMERS)
-    for n, m in (
+    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    memory, output = rounded(c, C, gated), finished(c, C, gated)
+    width, tiles = output.shape[1], 2
+    sizes = [
         (tiles * width, tiles * c.M_TILE),
-        *rng.integers(1, (tiles * width, tiles * c.M_TILE), (8, 2)),
-    ):
+        (tiles * width - 8, tiles * c.M_TILE - 3),  # boxes, of which the last is not whole
+        (width // 2 - 1, 5),  # of the second warpgroup there are no columns, of the second tile fewer
+        *rng.integers(1, (tiles * width, tiles * c.M_TILE), (6, 2)),
+    ]
+    by_boxes = 0
+    for (n, m), last in itertools.product(sizes, (False, True) if c.APART and aligned else (True,)):
         ldc = int(n) + 9 if not aligned else -(-int(n) // 8) * 8 + 8
-        C = np.full((tiles * c.M_TILE + 1) * ldc, -1)
-        for m0, n0 in itertools.product((0, c.M_TILE), (0, width)):
-            if m0 >= m or n0 >= n:
-                continue
-            output = np.arange(c.M_TILE * c.PITCH) + (m0 + n0) * 10**6
-            names = vars(c) | {"halved": halved, "n0": n0, "aligned": aligned, "thread": thread}
-            names |= {"p": SimpleNamespace(n=int(n), m=int(m), ldc=ldc), "tile": SimpleNamespace(m0=m0)}
+        to = np.full((tiles * c.M_TILE + 1) * ldc, -1)
+        for m0, tile_n0 in itertools.product(range(0, m, c.M_TILE), (0, c.TILE_N)):
+            names: dict[str, Any] = vars(c) | {"halved": int(gated), "aligned": aligned, "last": last}
+            names["p"] = SimpleNamespace(n=int(n), m=int(m), ldc=ldc, gated=gated)
+            names["tile"] = SimpleNamespace(m0=m0, n0=tile_n0)
+            for wn in range(c.WG_N):
 
-            def value(text: str, names: dict[str, Any] = names) -> Any:
-                return kernel_source.value(text, names)
+                def value(formula: str, names: dict[str, Any] = names) -> Any:
+                    return kernel_source.value(formula, names)
 
-            names |= {"columns": value(columns_of), "m_left": value(rows_of)}
-            names |= {"vectors": value(vectors_of), "log": value(log_of)}
-            whole_log, base = names["log"], value(base_of)
-            for wanted, log in (by_vectors.groups(), by_elements.groups()):
-                if not value(wanted):
+                names["w"] = SimpleNamespace(wn=wn)
+                names["n0"] = value(n0_of)
+                names["columns"] = Truncated(value(columns_of))
+                rows, begin = value(rows_of), value(begin_of)
+                image = memory[wn] + (m0 + tile_n0) * 10**6
+                if value(boxed_if):
+                    by_boxes += 1
+                    assert aligned and not gated and not last
+                    complete(c, True, image, to, 0, 0, 0, 0)
+                    for i, box in enumerate(boxes_of(c, image)):
+                        names["i"] = i
+                        x, y = value(x_of), value(y_of)
+                        column = np.arange(x, x + 64)
+                        some = (column // 8 * 8 < n)[None] & (np.arange(y, y + c.M_TILE) < m)[:, None]
+                        target = (np.arange(y, y + c.M_TILE)[:, None] * ldc + column)[some]
+                        assert (to[target] == -1).all()
+                        to[target] = box[some]
                     continue
-                names["log"] = whole_log
-                names["log"] = value(log)
-                names["part"] = value(part_of)
-                for first in range(0, c.M_TILE, value(pass_of)):
-                    names["first"] = first
-                    names["row"] = value(row_of)
-                    names["column"] = value(column_of)
-                    exists = value(row_exists)
-                    if wanted == by_vectors[1]:
-                        exists &= ~value(left_out)
-                        source, target = value(vector_from)[exists], base + value(vector_to)[exists]
-                        assert (source % 8 == 0).all() and (target % 8 == 0).all()
-                        source, target = ((at[:, None] + np.arange(8)).ravel() for at in (source, target))
-                    else:
-                        exists &= value(element[0])
-                        source, target = value(element[2])[exists], base + value(element[1])[exists]
-                    assert (C[target] == -1).all()
-                    C[target] = output[source]
+                names["vectors"] = vectors = value(vectors_of)
+                if value(by_vectors):
+                    complete(c, False, image, to, begin, ldc, rows, vectors)
+                if value(by_elements):
+                    start = value(first_column[0])
+                    store_elements(c, image, to, begin, ldc, rows, names["columns"], start)
         row, column = np.mgrid[: tiles * c.M_TILE, :ldc]
-        m0, n0 = row // c.M_TILE * c.M_TILE, column // width * width
-        expected = (row - m0) * c.PITCH + column - n0 + (m0 + n0) * 10**6
+        m0, tile_n0 = row // c.M_TILE * c.M_TILE, column // width * c.TILE_N
+        expected = output[row % c.M_TILE, column % width] + (m0 + tile_n0) * 10**6
         expected[m:], expected[:, n:] = -1, -1
-        assert np.array_equal(C[: expected.size].reshape(expected.shape), expected)
-        assert (C[expected.size :] == -1).all()
+        assert np.array_equal(to[: expected.size].reshape(expected.shape), expected)
+        assert (to[expected.size :] == -1).all()
+    assert (by_boxes > 0) == (c.APART and aligned and not gated)
+
+
+def test_boxes_leave_by_a_map_of_what_the_kernel_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map is one of the output, of boxes [M_TILE][64], and is there wherever the kernel sends boxes."""
+    monkeypatch.setattr(launch, "tensor_map", lambda *of: of)
+    aligned_if = find(r"const bool aligned = ([^;]*);")[1]
+    fields: dict[str, Any] = dict.fromkeys(launch.PreparedWgmma.__dataclass_fields__)
+    fields |= {"kind": _tensor_map.FLOAT16, "rows": 300, "columns": 128, "out_columns": 1000, "box": (96, 64)}
+    for boxed, out, stride in itertools.product(
+        (False, True), (4096, 4096 + 8, 4096 + 2), (1000, 1004, 1003, 1008)
+    ):
+        prepared = launch.PreparedWgmma(**fields | {"boxed": boxed})
+        aligned = kernel_source.value(aligned_if, {"p": SimpleNamespace(c=out, ldc=stride)})
+        asked = (out, _tensor_map.FLOAT16, 300, 1000, 2 * stride, (96, 64), _tensor_map.SWIZZLE_128)
+        expected = asked if boxed and aligned else _tensor_map.NO_MAP
+        assert prepared._output(out, stride) == (expected, out, stride)
+
+
+def test_output_is_written_only_when_its_boxes_are_read() -> None:
+    """One thread sends a wn's boxes, when all have written; before the next tile is written it waits for them."""
+    calls = r"\b(\w+)(?:<[^<>;]*>)?\("
+    known = {"sends", "boxes_read", "sync_storers", "sync", "round_gated_tile", "round_tile", "complete"}
+    known |= {"hand_to_copies", "store_box", "boxes_commit", "boxes_written", "store_elements"}
+    known |= {"store_tile", "sum_over_warpgroups", "run_units", "hand_in", "add_up", "barrier_arrive"}
+
+    def order(text: str) -> list[str]:
+        return [name for name in re.findall(calls, text) if name in known]
+
+    text = of_store_tile()
+    assert order(text) == [
+        "sync",  # where the output lies on sums
+        *("sends", "boxes_read", "sync_storers"),
+        *("round_gated_tile", "round_tile", "sync_storers"),
+        *("complete", "hand_to_copies", "sync_storers", "sends", "store_box", "boxes_commit"),
+        *("complete", "complete", "store_elements", "store_elements"),
+    ]
+    assert "if (APART) { if (sends(warp)) boxes_read(); sync_storers(w); }" in text
+    assert re.search(
+        r"hand_to_copies\(\); sync_storers\(w\); if \(sends\(warp\)\) \{[^}]*boxes_commit\(\); \}", text
+    )
+    text = find(r"void consume\((.*?)extern \"C\"")[1]
+    assert order(text) == [
+        *("run_units", "sum_over_warpgroups"),
+        *(
+            "sends",
+            "boxes_read",
+            "sync",
+            "hand_in",
+            "add_up",
+        ),  # sums of other blocks take the output's place too
+        *("store_tile", "hand_to_copies", "barrier_arrive", "sends", "boxes_written"),
+    ]
+    assert "if (shares) { if (APART) { if (sends(warp)) boxes_read(); Consumers::sync(); }" in text
+    assert text.rstrip().endswith("} if (sends(warp)) boxes_written(); }")  # after the last piece
+
+    group = kernel_source.find("hopper.cuh", r"void boxes_read\(\) \{ asm volatile\(\"([^;]*);")[1]
+    assert group == "cp.async.bulk.wait_group.read 0"
+    group = kernel_source.find("hopper.cuh", r"void boxes_written\(\) \{ asm volatile\(\"([^;]*);")[1]
+    assert group == "cp.async.bulk.wait_group 0"
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_storers_are_all_of_a_wn_and_one_of_them_sends(tile: plan.WgmmaTile) -> None:
+    c = constants(tile)
+    sends = find(r"bool sends\(int warp\) \{ return (APART && [^;]*) && elected\(\); \}")[1]
+    number = find(r"if \(WG_N == 1\) Consumers::sync\(\); else sync_some<STORERS>\(([^)]*)\);")[1]
+    own: dict[int, list[int]] = {}
+    senders: dict[int, int] = {}
+    for warp, names in enumerate(warps(c)):
+        own.setdefault(names["wn"], []).extend(range(32 * warp, 32 * warp + 32))
+        senders[names["wn"]] = senders.get(names["wn"], 0) + kernel_source.value(sends, names)
+    assert sorted(own) == list(range(c.WG_N))
+    for wn, threads in own.items():
+        assert len(threads) == c.STORERS
+        assert sorted(t % c.STORERS for t in threads) == list(range(c.STORERS))  # each has its own part
+        assert all(t % 32 == t % c.STORERS % 32 for t in threads)  # in its own warp, where lanes exchange
+        assert senders[wn] == c.APART
+    barriers = {kernel_source.value(number, {"w": SimpleNamespace(wn=wn)}) for wn in own}
+    assert len(barriers) == c.WG_N and all(
+        1 < barrier < 16 for barrier in barriers
+    )  # 0, 1: the block's, Consumers'
 
 
 # ---- the ring -------------------------------------------------------------------------------------------
@@ -423,24 +757,35 @@ class Barrier:
         return self.phase % 2 != parity
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("seed", range(200))
-def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
+def test_ring_hands_over_every_stage_and_never_stops(seed: int, apart: bool) -> None:
     """`produce` and `run_units` step by step, in any order that their barriers allow.
 
     No stage is overwritten before every warp has read it, none is read before it is complete, and between
-    pieces the ring's first slots are the consumers'.
+    pieces the ring's first slots are the consumers': in builds that are APART only after shared pieces, and
+    then the whole ring.
     """
     order = random.Random(seed)
     stages, warps, parts = order.choice([2, 3, 5]), order.choice([1, 2, 8]), 3
-    end_slots = order.randint(1, stages)
+    assert find(r"constexpr int END_SLOTS = (APART \? STAGES) :")
+    end_slots = stages if apart else order.randint(1, stages)
     pieces = [order.randint(1, 3 * stages) for _ in range(order.randint(1, 4))]
     full, empty = ([Barrier(n) for _ in range(stages)] for n in (1, warps))
     shared = [order.random() < 0.5 for _ in pieces]  # with other blocks: then the producer tells by whom
-    idle, tell = Barrier(warps), Barrier(1)
+    idle, tell, sync = Barrier(warps), Barrier(1), Barrier(warps)
     told: list[int | None] = [None]
     content: list[Any] = [None] * stages
     flying: list[tuple[int, Any]] = []
     leaving = [0]  # consumers that use the ring's memory between pieces
+
+    leaving_of = find(r"; leaving = ([^;]*); \}")[1]
+    waits = find(r"if \((leaving && \(at\.slot [^{]*)\) \{ barrier_wait\(ring \+ IDLE_AT, idle_parity\);")[1]
+    arrives = find(r"if \(w\.lane == 0 && \(([^;{]*)\)\) barrier_arrive\(ring \+ IDLE_AT\);")[1]
+    assert (
+        find(r"const bool shares = ([^;]*); if \(shares\) tell")[1] == "piece.last - piece.first < deal.units"
+    )
+    assert find(r"const bool shares = ([^;]*); bool whole")[1] == "piece.last - piece.first < deal.units"
 
     def advance(at: list[int]) -> None:
         at[0] = 0 if at[0] + 1 == stages else at[0] + 1
@@ -471,10 +816,10 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
                     advance(at)
                     yield True
                 unit = filled
-            else:
-                leaves = True
             for i in range(unit, units):
-                if leaves and (at[0] < end_slots or i + 1 == units):
+                names = {"leaving": leaves, "at": SimpleNamespace(slot=at[0]), "END_SLOTS": end_slots}
+                names |= {"unit": i, "piece": SimpleNamespace(last=units)}
+                if kernel_source.value(waits, names):
                     while not idle.passed(idle_parity):
                         yield False
                     idle_parity, leaves = idle_parity ^ 1, False
@@ -491,9 +836,11 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
                 told[0] = piece
                 tell.arrive()
                 yield True
+            assert not leaves, "an end of which the producer never heard"
+            leaves = kernel_source.value(leaving_of, {"shares": shared[piece], "APART": apart})
 
     def consume() -> Iterator[Any]:
-        at, tell_parity = [0, 0], 0
+        at, tell_parity, sync_parity = [0, 0], 0, 0
         for piece, units in enumerate(pieces):
             read = None
             while not full[at[0]].passed(at[1]):
@@ -513,20 +860,31 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int) -> None:
                     yield True
                 assert content[read] == (piece, unit)
             empty[read].arrive()
-            leaving[0] += 1
             if piece + 1 == len(pieces):
                 over[0] = True
                 assert not flying
             yield True
+            if shared[piece] or not apart:
+                leaving[0] += 1
+                sync.arrive()  # the ring is read, and may be written
+                while not sync.passed(sync_parity):
+                    yield False
+                sync_parity ^= 1
+                mine = stages if over[0] else end_slots
+                assert not any(slot < mine for slot, _ in flying)
+                content[:mine] = ["sums"] * mine
+                yield True
             if shared[piece]:
                 while not tell.passed(tell_parity):
                     yield False
                 tell_parity ^= 1
                 yield True
                 assert told[0] == piece
-            leaving[0] -= 1
-            idle.arrive()
-        yield True
+            if shared[piece] or not apart:
+                leaving[0] -= 1
+            if kernel_source.value(arrives, {"shares": shared[piece], "APART": apart}):
+                idle.arrive()
+            yield True
 
     running = [produce(), *(consume() for _ in range(warps))]
     slow, pace = order.choice(running), order.choice([1.0, 0.02])

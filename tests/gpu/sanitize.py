@@ -62,6 +62,9 @@ def main() -> None:
                     pair = matmul(x, w, path="marlin_pair").get()
                 assert np.abs(pair - exact).max() < 0.05, ("marlin_pair", warps, M, K)
                 count += 1
+        columns = cupy.full(w.padded_shape[::-1], np.nan, np.float16)
+        launch.dense_weights(w, 0, columns)
+        assert np.abs(columns[:N, :K].T.get() - mj.dequantize(w).get()).max() < 0.01
         dense = cupy.empty((K, N), np.float16)
         launch.dequantize(w, dense)
         assert bool((dense == mj.dequantize(w)).all())

@@ -1,0 +1,115 @@
+"""``marlin-jit tune [PACKED]...``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+
+import marlin_jit
+from marlin_jit._cupy import import_cupy
+from marlin_jit.autotune import MS
+from marlin_jit.bench import DTYPES
+from marlin_jit.cli.show import print_json, print_line, print_table
+from marlin_jit.device import current_device
+from marlin_jit.errors import ShapeError
+from marlin_jit.layout import group_count
+from marlin_jit.tuned import Tuning, identity, path_for
+from marlin_jit.weight import MarlinWeight, QuantWeight
+
+__all__ = ["tune"]
+
+_ZEROS = ("none", "integer", "real")
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("packed", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--m", "ms", multiple=True, type=click.IntRange(1), help="Rows of x; may be repeated.")
+@click.option("--k", type=click.IntRange(1), help="Input features of a random layer, in place of PACKED.")
+@click.option("--n", type=click.IntRange(1), help="Its output features.")
+@click.option("--group", type=click.Choice(["32", "64", "128", "-1"]), default="128", help="Its group size.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float16", help="Of its scales and x.")
+@click.option("--zeros", type=click.Choice(_ZEROS), default="none", help="Its zero points.")
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, help="Time for each kind of layer."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+def tune(
+    packed: tuple[Path, ...],
+    ms: tuple[int, ...],
+    k: int | None,
+    n: int | None,
+    group: str,
+    dtype: str,
+    zeros: str,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Time plans for layers on this machine's GPU, and keep the fastest for later products.
+
+    With PACKED files or folders (written by `marlin-jit pack`), each kind of layer in them is tuned for:
+    shape, group size, type and zero points. Otherwise give --k and --n.
+
+    Without this, plans come from a model of the work, which is a few per cent off. The last bits of results
+    may change with the plan.
+    """
+    if bool(packed) == bool(k or n) or bool(k) != bool(n):
+        raise click.UsageError("give PACKED, or both --k and --n")
+    if k and group != "-1" and k % int(group):
+        raise ShapeError(f"group size {group} does not divide K = {k}: choose another --k or --group")
+    gpu = current_device().name
+    layers = _layers(packed) if packed else iter([_random(k or 1, n or 1, int(group), dtype, zeros)])
+    found: list[tuple[MarlinWeight, Tuning]] = []
+    console = Console(stderr=True)
+    with console.status("tuning", spinner="dots"):
+        for w in layers:
+            found += [(w, one) for one in marlin_jit.tune(w.to_device(), ms or MS, seconds=seconds)]
+    path = path_for(gpu)
+    if as_json:
+        print_json({"gpu": gpu, "file": str(path), "tuned": [_record(w, one) for w, one in found]})
+        return
+    headings = ("K", "N", "group", "dtype", "M", "planned us", "best us", "gain", "plans tried", "kernel")
+    print_table(dict.fromkeys(headings, "right"), [_row(w, one) for w, one in found])
+    print_line(f"kept in {path}")
+
+
+def _layers(packed: tuple[Path, ...]) -> Iterator[MarlinWeight]:
+    """The first layer of each kind: only these are read."""
+    seen = set()
+    for path in packed:
+        model = marlin_jit.load(path)
+        for name, entry in model.entries.items():
+            kind = replace(entry, source_format="")
+            if kind not in seen:
+                seen.add(kind)
+                yield model[name]
+
+
+def _random(k: int, n: int, group_size: int, dtype: str, zeros: str) -> MarlinWeight:
+    cupy = import_cupy()
+    rng = cupy.random.default_rng(0)
+    groups = group_count(k, group_size)
+    codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
+    scale = (0.01 + 0.01 * rng.random((groups, n), dtype=np.float32)).astype(DTYPES[dtype])
+    if zeros == "integer":
+        points = rng.integers(0, 16, (groups, n), dtype=np.uint8)
+        return marlin_jit.pack(QuantWeight.from_zero_points(codes, scale, points, group_size))
+    zero = None if zeros == "none" else -0.1 * rng.random((groups, n), dtype=np.float32)
+    return marlin_jit.pack(QuantWeight(codes, scale, zero, group_size))
+
+
+def _record(w: MarlinWeight, one: Tuning) -> dict[str, Any]:
+    layer = {"k": w.K, "n": w.N, "group_size": w.group_size, "dtype": str(w.dtype), "m": one.problem.m}
+    times = {"planned_us": one.planned_us, "us": one.us, "tried": one.tried}
+    return layer | times | {"plan": identity(one.plan)}
+
+
+def _row(w: MarlinWeight, one: Tuning) -> list[str]:
+    gain = f"{100 * (1 - one.us / one.planned_us):.1f}%" if one.us < one.planned_us else "-"
+    kind = [str(w.K), str(w.N), str(w.group_size), str(w.dtype), str(one.problem.m)]
+    return [*kind, f"{one.planned_us:.1f}", f"{one.us:.1f}", gain, str(one.tried), one.plan.build.name]

@@ -1,0 +1,182 @@
+"""Timing the plans that the planner thinks good, to keep the best of them for this kind of GPU.
+
+The planner's model is within a few per cent of the best plan; `tune` is for those who want these too. The
+time it takes is bounded. Plans take turns in random order, since a GPU at its power limit drifts.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from marlin_jit import launch, tuned
+from marlin_jit._array import is_device_array
+from marlin_jit._cupy import import_cupy
+from marlin_jit.device import current_device, device_info
+from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ValueRangeError
+from marlin_jit.plan import Plan, plans
+from marlin_jit.timing import CupyTimer, plan_copies
+from marlin_jit.tuned import Tuning
+from marlin_jit.weight import MarlinWeight
+
+MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers of rows that are tuned for if none are given."""
+
+NOISE = 0.01
+"""A plan must be faster than the planner's own by this fraction to be kept."""
+
+_WORTH = 1.3  # plans predicted to take more than this many times the best one's time are not tried
+_MOST, _SCHEDULES = 20, 4  # plans of a problem, and of one build among them
+_SAMPLE_US = 2000.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+
+Progress = Callable[[Tuning], None]
+
+
+def tune(
+    w: MarlinWeight, ms: Iterable[int] = MS, *, seconds: float = 10.0, progress: Progress | None = None
+) -> list[Tuning]:
+    """Find the fastest plan for products with a weight like `w`, and keep what was found for this GPU's kind.
+
+    Parameters
+    ----------
+    w : MarlinWeight
+        On a GPU. What counts of it are K, N, group size, dtype and its kind of zero points.
+    ms : iterable of int
+        Numbers of rows of x; plans are kept for exactly these.
+    seconds : float
+        About how long timing may take in all. Compiling kernels for the first time comes on top.
+    progress : callable, optional
+        Called with each `Tuning` when it is done.
+
+    Returns
+    -------
+    list of Tuning
+        One for each of `ms`.
+
+    Raises
+    ------
+    DTypeError, DeviceError, ValueRangeError
+        Not such a weight, not on a GPU, or a number that is not positive.
+    CompileError, LaunchError
+    MarlinJitError
+        Two plans disagree about the result (nothing is kept then), or the file cannot be written.
+
+    Notes
+    -----
+    A plan decides in which order sums are added up, so that the last bits of results may change. Products
+    that a process has made before keep the plan they had. `marlin_jit.tuned` says where plans are kept.
+    """
+    if not isinstance(w, MarlinWeight):
+        raise DTypeError(f"w must be a MarlinWeight, got {type(w).__name__}")
+    if not is_device_array(w.B):
+        raise DeviceError(
+            "the weight holds NumPy arrays: move it to the GPU that is tuned for, w.to_device()"
+        )
+    rows = list(ms)
+    if not rows or any(isinstance(m, bool) or int(m) != m or m < 1 for m in rows) or not seconds > 0:
+        raise ValueRangeError(f"rows and seconds must be positive, got {rows} and {seconds}")
+    cupy = import_cupy()
+    with cupy.cuda.Device(w.B.device.id):
+        found = _tune(cupy, w, sorted(set(map(int, rows))), seconds, progress)
+        tuned.record(found, device_info(w.B.device.id).name)
+    return found
+
+
+def worth_trying(found: list[Plan]) -> list[Plan]:
+    """Of a problem's plans, best first, those to be timed: the planner's own first."""
+    count: dict[Any, int] = {}
+    worth = []
+    for plan in found:
+        count[plan.build] = count.get(plan.build, 0) + 1
+        if plan.microseconds <= _WORTH * found[0].microseconds and count[plan.build] <= _SCHEDULES:
+            worth.append(plan)
+    return worth[:_MOST]
+
+
+def _tune(
+    cupy: Any, w: MarlinWeight, ms: list[int], seconds: float, progress: Progress | None
+) -> list[Tuning]:
+    limits = launch.limits_of(current_device())
+    problems = [launch.problem_of(m, w, asymmetric=not w.symmetric) for m in ms]
+    tried = [worth_trying(plans(problem, limits)) for problem in problems]
+    builds = {(plan.build, plan.smem): plan for found in tried for plan in found}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(launch.load, builds.values()))
+    weights = [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
+    random_x = cupy.random.default_rng(0).standard_normal((ms[-1], launch.whole_vectors(w.K)), dtype="f4")
+    x, timer = random_x.astype(w.dtype), CupyTimer()
+    x[:, w.K :] = 0
+    results = []
+    for number, (m, problem, found) in enumerate(zip(ms, problems, tried, strict=True)):
+        end = time.monotonic() + seconds / (len(ms) - number)
+        seconds_before = time.monotonic()
+        times = _times(cupy, found, weights, x[:m], end, timer)
+        best = min(range(len(found)), key=times.__getitem__)
+        if times[best] > (1 - NOISE) * times[0]:
+            best = 0
+        results.append(Tuning(problem, found[best], times[best], times[0], len(found)))
+        seconds -= min(seconds, time.monotonic() - seconds_before)
+        if progress is not None:
+            progress(results[-1])
+    return results
+
+
+def _times(
+    cupy: Any, found: list[Plan], weights: list[MarlinWeight], x: Any, end: float, timer: CupyTimer
+) -> list[float]:
+    """Microseconds a launch of each plan: medians over rounds in which each has a turn, until `end`."""
+    rows, columns = x.shape[0], weights[0].N
+    given = launch.Matrix(x.data.ptr, x.shape[1], rows, weights[0].K)
+    # The first plan's result is what the others' must be like, but for the order of additions.
+    y, like = (cupy.empty((rows, launch.whole_vectors(columns)), x.dtype) for _ in range(2))
+
+    def launches(plan: Plan, copies: Iterable[int], out: Any) -> None:
+        to = launch.Matrix(out.data.ptr, out.shape[1], rows, columns)
+        for copy in copies:
+            launch.marlin(plan, given, weights[copy % len(weights)], None, to)
+
+    timer.run(lambda: launches(found[0], [0], like))
+    graphs = []
+    for plan in found:
+        y.fill(float("nan"))
+        cupy.cuda.get_current_stream().synchronize()
+        timer.run(partial(launches, plan, [0], y))
+        timer.synchronize()
+        _agree(cupy, y[:, :columns], like[:, :columns], plan)
+        count = max(2, min(2 * len(weights), round(_SAMPLE_US / plan.microseconds)))
+        graphs.append((timer.capture(partial(launches, plan, range(count), y)), count))
+    samples: list[list[float]] = [[] for _ in found]
+    order = random.Random(0)
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.monotonic() > end:
+            break
+        marks = []
+        for i in order.sample(range(len(graphs)), len(graphs)):
+            replay, count = graphs[i]
+            replay()
+            start = timer.mark()
+            replay()
+            marks.append((i, start, timer.mark(), count))
+        timer.synchronize()
+        for i, start, stop, count in marks:
+            samples[i].append(timer.elapsed_us(start, stop) / count)
+    return [statistics.median(taken) for taken in samples]
+
+
+def _agree(cupy: Any, y: Any, like: Any, plan: Plan) -> None:
+    """Sums added up in another order differ by roundings, not more."""
+    y, like = y.astype("f4"), like.astype("f4")
+    difference = float(cupy.abs(y - like).max())
+    scale = float(cupy.abs(like).max())
+    if not difference <= 0.02 * scale:
+        raise MarlinJitError(
+            f"a plan's result differs from that of the planner's own by {difference:.3g}, where values reach "
+            f"{scale:.3g}: please report {tuned.identity(plan)}"
+        )

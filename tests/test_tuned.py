@@ -1,0 +1,228 @@
+"""Files of tuned plans: what they hold, when they count, and that nothing in them is trusted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from marlin_jit import _disk_cache, autotune, jit, launch, plan, tuned
+from marlin_jit.cli.main import main
+from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError
+from marlin_jit.plan import Problem, Zeros
+
+GPU = "NVIDIA H200"
+H200 = plan.Limits(132, *launch.ARCH_LIMITS["90a"])
+PROBLEM = Problem(512, 4096, 4096, 128, Zeros.NONE, False)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MARLIN_JIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv(tuned.VARIABLE, raising=False)
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    """As a new process begins."""
+    tuned._known.cache_clear()
+    tuned._checked.cache_clear()
+
+
+def tuning(problem: Problem = PROBLEM, number: int = 3, us: float = 9.0) -> tuned.Tuning:
+    return tuned.Tuning(problem, plan.plans(problem, H200)[number], us, 10.0, 8)
+
+
+def document(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_a_recorded_plan_is_taken_for_its_problem_alone(own_cache: Path) -> None:
+    one = tuning()
+    assert one.plan != plan.choose(PROBLEM, H200)
+    path = tuned.record([one], GPU)
+    assert path == own_cache / "tuned-nvidia-h200.json"
+    forget()
+    assert tuned.plan_for(PROBLEM, H200, GPU) == one.plan
+    others = {"m": 513, "padded_n": 4160, "group_size": 64, "zeros": Zeros.POINTS, "bfloat16": True}
+    for name, value in others.items():
+        other = replace(PROBLEM, **{name: value})
+        assert tuned.plan_for(other, H200, GPU) == plan.choose(other, H200)
+    assert tuned.plan_for(PROBLEM, H200, "NVIDIA H100 PCIe") == plan.choose(PROBLEM, H200)
+
+
+def test_recording_adds_replaces_and_takes_out(own_cache: Path) -> None:
+    second = replace(PROBLEM, m=64)
+    tuned.record([tuning()], GPU)
+    path = tuned.record([tuning(second)], GPU)
+    assert [entry["problem"]["m"] for entry in document(path)["tuned"]] == [512, 64]
+    newer = tuning(number=5)
+    tuned.record([newer], GPU)
+    assert tuned.plan_for(PROBLEM, H200, GPU) == newer.plan
+    tuned.record([tuning(number=0, us=10.0)], GPU)  # the planner's own is the best
+    assert [entry["problem"]["m"] for entry in document(path)["tuned"]] == [64]
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert [file.name for file in own_cache.iterdir()] == [path.name]  # nothing half-written is left
+
+
+def test_the_variable_names_the_file_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned.record([tuning()], GPU)
+    elsewhere = tmp_path / "there" / "plans.json"
+    monkeypatch.setenv(tuned.VARIABLE, str(elsewhere))
+    forget()
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert "does not exist" in caplog.text
+    other = tuning(number=2)
+    assert tuned.record([other], GPU) == elsewhere
+    assert tuned.plan_for(PROBLEM, H200, GPU) == other.plan
+    monkeypatch.setenv(tuned.VARIABLE, "0")
+    forget()
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    with pytest.raises(MarlinJitError, match="nowhere to go"):
+        tuned.record([tuning()], GPU)
+
+
+def damaged(text: str) -> dict[str, str]:
+    good = json.loads(text)
+    entry = good["tuned"][0]
+
+    def with_entry(**changes: object) -> str:
+        return json.dumps({**good, "tuned": [{**entry, **changes}]})
+
+    return {
+        "empty": "",
+        "half": text[: len(text) // 2],
+        "list": "[1, 2]",
+        "null": "null",
+        "nothing": "{}",
+        "schema": json.dumps({**good, "schema": "marlin-jit-tuned/0"}),
+        "gpu": json.dumps({**good, "gpu": "NVIDIA A100"}),
+        "kernels": json.dumps({**good, "kernels": "0" * 64}),
+        "tuned": json.dumps({**good, "tuned": 7}),
+        "problem": with_entry(problem={"m": 1}),
+        "zeros": with_entry(problem={**entry["problem"], "zeros": 9}),
+        "unknown": with_entry(problem={**entry["problem"], "more": 1}),
+        "plan": with_entry(plan=3),
+        "bytes": "\udcff\udcfe",
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(damaged('{"tuned": [{"problem": {}}]}')))
+def test_a_file_that_is_not_right_counts_for_nothing_and_is_replaced(
+    kind: str, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tuned.record([tuning()], GPU)
+    path.write_bytes(damaged(path.read_text())[kind].encode(errors="surrogateescape"))
+    forget()
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
+    assert tuned.plan_for(replace(PROBLEM, m=7), H200, GPU) and len(caplog.records) == 1  # told once
+    one = tuning()
+    tuned.record([one], GPU)
+    assert tuned.plan_for(PROBLEM, H200, GPU) == one.plan
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernel": "marlin_native"},
+        {"grid": [100000, 1]},
+        {"split_tiles": 1},
+        {"each": 1},
+        {"block": [32, 1]},
+        {"cluster": 8},
+        {"macros": {"M_TILE": 512}},
+        {},
+    ],
+    ids=str,
+)
+def test_a_plan_that_the_planner_does_not_list_is_not_taken(
+    change: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tuned.record([tuning()], GPU)
+    content = document(path)
+    kept = content["tuned"][0]["plan"]
+    content["tuned"][0]["plan"] = {**kept, **change} if change else {}
+    path.write_text(json.dumps(content))
+    forget()
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert "the planner's is taken" in caplog.text
+
+
+def test_every_plan_has_its_own_identity() -> None:
+    for m in (1, 24, 100, 1000):
+        found = plan.plans(replace(PROBLEM, m=m), H200)
+        told = {json.dumps(tuned.identity(p), sort_keys=True) for p in found}
+        assert len(told) == len({replace(p, microseconds=0.0) for p in found})
+
+
+def test_what_is_worth_trying_begins_with_the_planners_own_and_is_bounded() -> None:
+    for m in (1, 16, 64, 512, 8192):
+        found = plan.plans(replace(PROBLEM, m=m), H200)
+        worth = autotune.worth_trying(found)
+        assert worth[0] == found[0] and 1 <= len(worth) <= 20
+        assert all(p.microseconds <= 1.3 * found[0].microseconds for p in worth)
+        assert max(sum(q.build == p.build for q in worth) for p in worth) <= 4
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "file" / "plans.json"))
+    with pytest.raises(MarlinJitError, match="cannot be written"):
+        tuned.record([tuning()], GPU)
+    monkeypatch.delenv(tuned.VARIABLE)
+    monkeypatch.setattr(_disk_cache, "directories", list)
+    with pytest.raises(MarlinJitError, match="nowhere to go"):
+        tuned.record([tuning()], GPU)
+
+
+def test_clearing_the_kernel_cache_leaves_tuned_plans() -> None:
+    path = tuned.record([tuning()], GPU)
+    _disk_cache.clear()
+    assert path.exists() and len(jit.sources_key()) == 64
+
+
+def test_without_tensor_maps_the_kernel_that_needs_none_is_planned() -> None:
+    without = replace(H200, tensor_maps=False)
+    for m in (16, 64, 1000):
+        names = {p.build.name for p in plan.plans(replace(PROBLEM, m=m), without)}
+        assert "marlin_gemm" in names and "marlin_wgmma" not in names
+
+
+def test_tune_says_what_it_takes(rng) -> None:
+    import numpy as np
+
+    import marlin_jit as mj
+
+    w = mj.pack(mj.quantize(rng.standard_normal((128, 64), dtype=np.float32)))
+    with pytest.raises(DeviceError, match=r"to_device"):
+        mj.tune(w)
+    with pytest.raises(DTypeError, match="MarlinWeight"):
+        mj.tune(np.zeros((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "give PACKED, or both --k and --n"),
+        (["--k", "4096"], "give PACKED, or both --k and --n"),
+        (["--k", "128", "--n", "64", "model"], "give PACKED, or both --k and --n"),
+        (["--k", "100", "--n", "64"], "group size 128 does not divide K = 100"),
+        (["--k", "128", "--n", "64", "--seconds", "0"], "--seconds"),
+        (["--k", "128", "--n", "64", "--m", "0"], "--m"),
+    ],
+)
+def test_the_command_says_what_it_takes(args: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, ["tune", *args])
+    assert result.exit_code == 2 and says in result.output
