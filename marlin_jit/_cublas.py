@@ -86,7 +86,8 @@ def matmul_dense(x: Matrix, w: Array, out: Matrix, *, transposed: bool = False) 
     x : Matrix
         [M, K], of the dtype of `w`.
     w : cupy.ndarray, float16 or bfloat16, contiguous
-        [K, N]; or [N, K] if `transposed`, the layout in which frameworks keep a linear layer. Rows may be longer.
+        [K, N]; or [N, K] if `transposed`, the layout in which frameworks keep a linear layer. Its rows may
+        be longer.
     out : Matrix
         [M, N], of the dtype of `w`.
 

@@ -108,7 +108,7 @@ def _tune(
     tried = [worth_trying(plans(problem, limits)) for problem in problems]
     builds = {(plan.build, plan.smem): plan for found in tried for plan in found}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(launch.load, builds.values()))
+        list(pool.map(partial(_load, cupy, w.B.device.id), builds.values()))
     weights = [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
     random_x = cupy.random.default_rng(0).standard_normal((ms[-1], launch.whole_vectors(w.K)), dtype="f4")
     x, timer = random_x.astype(w.dtype), CupyTimer()
@@ -126,6 +126,11 @@ def _tune(
         if progress is not None:
             progress(results[-1])
     return results
+
+
+def _load(cupy: Any, device: int, plan: Plan) -> None:
+    with cupy.cuda.Device(device):  # a thread's own
+        launch.load(plan)
 
 
 def _times(

@@ -371,15 +371,15 @@ def dequantize(weight: MarlinWeight | QuantWeight, out: Array) -> None:
 
 
 def dense_columns(weight: MarlinWeight) -> int:
-    """How many columns of a weight are made dense at a time: whole chunks, `_DENSE_BYTES` at most, if need be one."""
+    """How many columns of a weight are made dense at a time: whole chunks, at least one."""
     chunks = max(1, _DENSE_BYTES // (2 * weight.padded_shape[0] * CHUNK_N))
     return min(weight.padded_shape[1], CHUNK_N * chunks)
 
 
 def dense_weights(weight: MarlinWeight, first: int, out: Array) -> None:
-    """Fill `out` [columns, padded K], contiguous, with the weight's columns from `first` on, rows in packed order.
+    """Fill `out` [columns, padded K] with the weight's columns from `first` on, rows in packed order.
 
-    Both numbers of columns are multiples of 64.
+    `first` and the number of columns are multiples of 64; `out` is contiguous.
     """
     problem = problem_of(1, weight, asymmetric=not weight.symmetric)
     zeros = (None, weight.delta16, weight.points16)[problem.zeros]

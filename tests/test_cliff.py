@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from marlin_jit.bench import Problem
+from marlin_jit.plan import Build
 from marlin_jit.timing import Timing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ from benchmarks.report import compact  # noqa: E402
 
 @pytest.mark.parametrize(
     ("m", "full"),
-    [(1, 8), (8, 8), (9, 16), (25, 32), (32, 32), (33, 48), (113, 128), (128, 128), (129, 256), (8191, 8192)],
+    [(1, 8), (8, 8), (9, 16), (25, 32), (33, 48), (65, 80), (113, 128), (128, 128), (129, 256), (8191, 8192)],
 )
 def test_the_next_m_that_fills_tiles(m: int, full: int) -> None:
     assert cliff.aligned(m) == full
@@ -187,8 +188,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.called = variant, x, weight, out
 
     def explain(x: Any, weight: Any) -> Any:
-        build = SimpleNamespace(name=f"kernel{x.shape[0] // 16}", defines={"M_TILE": 16})
-        return SimpleNamespace(path="marlin", plan=SimpleNamespace(build=_Hashed(build.name)))
+        build = Build("marlin.cu", f"kernel{x.shape[0] // 17}", (("M_TILE", 16),))
+        return SimpleNamespace(path="marlin", plan=SimpleNamespace(build=build))
 
     monkeypatch.setattr(cliff, "time_launches", time_launches)
     monkeypatch.setattr(cliff, "call", call)
@@ -206,16 +207,6 @@ def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return seen
 
 
-class _Hashed(SimpleNamespace):
-    """A build that compares by name, as those of the planner do by all they hold."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, defines={"M_TILE": 16})
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
 def _timer() -> Any:
     return SimpleNamespace(run=lambda body: body(), synchronize=lambda: None)
 
@@ -228,22 +219,24 @@ def test_two_passes_go_in_opposite_orders_and_the_gpu_is_read_between(played: Si
     assert [p["m"] for p in points] == [1, 17, 33]
     assert points[0]["pass_us"] == [101.0, 106.05]
     assert points[0]["us"] == pytest.approx(103.525)
-    assert [p["kernel"] for p in points] == ["kernel0", "kernel1", "kernel2"]
-    assert sorted(played.loaded) == ["kernel0", "kernel1", "kernel2"]
+    assert [p["kernel"] for p in points] == ["kernel0", "kernel1", "kernel1"]
+    assert points[1]["m_tile"] == 16
+    assert sorted(played.loaded) == ["kernel0", "kernel1"]  # each build once
     assert played.read == [3]
     assert reading == {"k": 256, "n": 192, "m": 33, "clocks.sm": "1500 MHz"}
 
 
-def test_the_gpu_is_busy_while_it_is_read() -> None:
+def test_the_gpu_is_busy_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     log: list[Any] = []
     timer: Any = SimpleNamespace(run=lambda body: body(), synchronize=lambda: log.append("waited"))
-    original = cliff.read_nvidia_smi
-    try:
-        cliff.read_nvidia_smi = lambda fields: log.append(len(launched)) or {"power.draw": "700 W"}  # type: ignore[assignment, func-returns-value]
-        assert cliff.read_busy(launched.append, 3, 1e5, timer) == {"power.draw": "700 W"}
-    finally:
-        cliff.read_nvidia_smi = original
+
+    def read(fields: Any) -> dict[str, str]:
+        log.append(len(launched))
+        return {"power.draw": "700 W"}
+
+    monkeypatch.setattr(cliff, "read_nvidia_smi", read)
+    assert cliff.read_busy(launched.append, 3, 1e5, timer) == {"power.draw": "700 W"}
     assert launched == [0, 1, 2, 0, 1]
     assert log == [5, "waited"]
 

@@ -432,7 +432,7 @@ def finished(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
 
 
 def test_lanes_turn_to_the_slab_that_a_pair_is_of() -> None:
-    """Rows g of a warp's first operand are of slab `slab_of(g)`, and pair i of a vector of rows 2i, 2i + 1."""
+    """Pair i of a vector is of rows g = 2i and 2i + 1 of a warp's first operand, so of slab `slab_of(g)`."""
     for tile in TILES:
         c = constants(tile)
         turned = wgmma_function("turned(int slab, int i)", c)
@@ -480,7 +480,7 @@ def test_output_has_a_place_that_nothing_else_uses_then(tile: plan.WgmmaTile, st
         return
     assert tile.apart == c.APART
     begin = find(r"uint8_t\* output = smem \+ (OUTPUT_AT [^;]*);")[1]
-    places = []
+    places: list[int] = []
     for wn in range(c.WG_N):
         place = kernel_source.value(begin, vars(c) | {"w": SimpleNamespace(wn=wn)})
         assert place % 1024 == 0  # as `vector_at` counts rows, and boxes are swizzled
@@ -669,7 +669,7 @@ def test_boxes_leave_by_a_map_of_what_the_kernel_sends(monkeypatch: pytest.Monke
 
 
 def test_output_is_written_only_when_its_boxes_are_read() -> None:
-    """One thread sends a wn's boxes, when all have written; before the next tile is written it waits for them."""
+    """One thread sends a wn's boxes once all have written, and waits for them before the next tile is written."""
     calls = r"\b(\w+)(?:<[^<>;]*>)?\("
     known = {"sends", "boxes_read", "sync_storers", "sync", "round_gated_tile", "round_tile", "complete"}
     known |= {"hand_to_copies", "store_box", "boxes_commit", "boxes_written", "store_elements"}

@@ -15,7 +15,8 @@
 // How they meet. A stage's full barrier counts its bytes, its empty barrier an arrival of every consumer warp. While
 // the tensor cores multiply PER k16 steps, the next ones' weights are unpacked. The producer runs ahead. Between pieces of
 // work sums and outputs pass through the ring's first slots: those the producer fills only when that is over (idle
-// barrier). A block's first weights are asked for while the grid before it may still work, its activations not.
+// barrier); where outputs have a place of their own, sums that blocks share alone. A block's first weights are asked for
+// while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
 // share a tile add up.
@@ -504,7 +505,7 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
 // Vectors lie as in boxes of a tensor map, [M_TILE][64] swizzled like activations, by which a tile leaves while the next one
 // is multiplied.
 
-constexpr int COLUMNS = 64 * J;  // of a wn
+constexpr int COLUMNS = 64 * J;              // of a wn
 constexpr int LOG_VECTORS = J == 1 ? 3 : 4;  // of a row of them
 static_assert(COLUMNS / 8 == 1 << LOG_VECTORS, "a power of two");
 
@@ -560,12 +561,13 @@ __device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t outp
 // How many slabs from its own one on the vector is that a slab's pair i is in.
 __device__ __forceinline__ int turned(int slab, int i) { return ((slab - i * J) & 3) - slab; }
 
-// Completes the vectors of a tile's rows, and puts them back (BOXED) or into global memory, as far as they exist. LOG_SLAB: of
-// a slab's vectors.
+// Completes the vectors of a tile's rows, and puts them back (BOXED) or into global memory, as far as they exist. A slab has
+// 1 << LOG_SLAB of them.
 template <int LOG_SLAB, bool BOXED>
 __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t ldc, int rows, int vectors) {
     constexpr int LOG = LOG_VECTORS - 1 + LOG_SLAB, STEP = STORERS >> LOG;  // 1 << LOG lanes take a row together
-    constexpr int PASSES = (M_TILE + STEP - 1) / STEP, AT_ONCE = PASSES % 4 == 0 ? 4 : PASSES % 3 == 0 ? 3 : PASSES % 2 == 0 ? 2 : 1;
+    constexpr int PASSES = (M_TILE + STEP - 1) / STEP;
+    constexpr int AT_ONCE = PASSES % 4 == 0 ? 4 : PASSES % 3 == 0 ? 3 : PASSES % 2 == 0 ? 2 : 1;
     static_assert(STEP % 8 == 0, "passes differ in whole blocks of eight rows");
     const int thread = thread_anew() % STORERS, part = thread & ((1 << LOG) - 1), first = thread >> LOG;
     int lanes[4];
@@ -578,7 +580,8 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
         Vec4 vector[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-            if (first + (pass + i) * STEP < M_TILE) vector[i] = *reinterpret_cast<const Vec4*>(at + (pass + i) * (STEP * 128));
+            if (first + (pass + i) * STEP < M_TILE)
+                vector[i] = *reinterpret_cast<const Vec4*>(at + (pass + i) * (STEP * 128));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const int row = first + (pass + i) * STEP;

@@ -23,7 +23,8 @@ def test_columns_are_those_of_the_weight(kind, group, dtype, rng) -> None:
     if kind == "points":
         w = mj.pack(exact_weight(rng, K, N, group, dtype, exponents=(-3, 3))[0])
     else:
-        w = mj.pack(random_weight(rng, K, N, group, symmetric=kind == "symmetric", dtype=dtype))
+        how = {"symmetric": kind == "symmetric", "real_zero": kind == "real"}
+        w = mj.pack(random_weight(rng, K, N, group, dtype=dtype, **how))
     expected = mj.dequantize(w).T.astype(np.float32)
     for first, columns in ((0, 256), (0, 64), (64, 128), (192, 64)):
         out = cupy.full((columns, w.padded_shape[0]), np.nan, dtype)
