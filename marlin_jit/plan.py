@@ -743,7 +743,7 @@ def _wgmma_microseconds(
     work = _both(work, flops / _WGMMA_POWER, 8)
     # More blocks wait longer for the first bytes; few leave SMs idle, whose share of L2 others do not get.
     full = grid / limits.sm_count
-    took = 0.8 + min(1.0, max(0.4, full)) + 1.9 * max(0.0, 1.0 - full)
+    took = 0.8 + min(1.0, max(0.4, full)) + 1.8 * max(0.0, 1.0 - full)
     took += _both(work, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
     turn = 1.4 if tile.apart else 2.1  # that a block takes to begin another tile

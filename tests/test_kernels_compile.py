@@ -111,8 +111,9 @@ def test_products_keep_to_uniform_registers(index: int, tmp_path: Path) -> None:
     """No R2UR in the main loop of marlin_wgmma.
 
     Addresses of stages are the same for all lanes, and products take them from uniform registers. Where the
-    compiler cannot see that lanes stay together (after a `continue`, say, or a loop around a barrier) it
-    keeps addresses in ordinary registers, and copies them before every product: a tenth of the time.
+    compiler does not see that lanes stay together (after a `continue` of the loop around, say, or where each
+    lane finds out its warp's number) it keeps addresses in ordinary registers, and copies them before every
+    product: a tenth of the time.
     """
     program = nvdisasm()
     if program is None:

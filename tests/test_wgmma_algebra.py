@@ -607,7 +607,7 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
         *rng.integers(1, (tiles * width, tiles * c.M_TILE), (6, 2)),
     ]
     by_boxes = 0
-    for (n, m), last in itertools.product(sizes, (False, True) if c.APART and aligned else (True,)):
+    for (n, m), last in itertools.product(sizes, (False, True) if c.APART else (True,)):
         ldc = int(n) + 9 if not aligned else -(-int(n) // 8) * 8 + 8
         to = np.full((tiles * c.M_TILE + 1) * ldc, -1)
         for m0, tile_n0 in itertools.product(range(0, m, c.M_TILE), (0, c.TILE_N)):
@@ -669,7 +669,7 @@ def test_boxes_leave_by_a_map_of_what_the_kernel_sends(monkeypatch: pytest.Monke
 
 
 def test_output_is_written_only_when_its_boxes_are_read() -> None:
-    """One thread sends a wn's boxes once all have written, and waits for them before the next tile is written."""
+    """One thread sends a wn's boxes once all have written, and waits for them before the next are written."""
     calls = r"\b(\w+)(?:<[^<>;]*>)?\("
     known = {"sends", "boxes_read", "sync_storers", "sync", "round_gated_tile", "round_tile", "complete"}
     known |= {"hand_to_copies", "store_box", "boxes_commit", "boxes_written", "store_elements"}
