@@ -98,28 +98,31 @@ class Prepared:
 
     def __call__(self, x: int, x_stride: int, bias: int, out: int, out_stride: int) -> None:
         """Launch, with addresses (0: no bias) and row strides in elements, on the current stream."""
-        output = self._output(out, out_stride)
-        args = (*self._activations(x, x_stride), *self.weights, bias, *output, *self.sizes)
+        first, boxes = self._activations(x, x_stride), self._boxes(out, out_stride)
+        args = (*first, *self.weights, bias, *boxes, out, out_stride, *self.sizes)
         self.kernel(self.grid, self.block, args, self.smem, self.cluster)
 
     def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
         """How a kernel is told of activations; the address is in the first argument alone."""
         return x, x_stride
 
-    def _output(self, out: int, out_stride: int) -> tuple[Any, ...]:
-        """How a kernel is told of the output; all but the last one depend on the address."""
-        return out, out_stride
+    def _boxes(self, out: int, out_stride: int) -> tuple[bytes, ...]:
+        """By what tensor map outputs leave, if the kernel takes one."""
+        return ()
+
+    def _has_boxes(self) -> bool:
+        """Whether that map depends on the address."""
+        return False
 
     def repeated(self, x: int, x_stride: int, out_stride: int, stream: int) -> Repeated:
         """The same launch to be made again by this thread on `stream`, where only addresses differ."""
-        first, output = self._activations(x, x_stride), self._output(0, out_stride)
-        args = (*first, *self.weights, 0, *output, *self.sizes)
+        first, boxes = self._activations(x, x_stride), self._boxes(0, out_stride)
+        args = (*first, *self.weights, 0, *boxes, 0, out_stride, *self.sizes)
         frozen = self.kernel.frozen(self.grid, self.block, args, self.smem, self.cluster, stream)
         bias_at = len(first) + len(self.weights)
-        outs = tuple(frozen.field(bias_at + 1 + i) for i in range(len(output) - 1))
-        return Repeated(
-            self, x_stride, out_stride, frozen.field(0), frozen.field(bias_at), outs, frozen.launch
-        )
+        fields = frozen.field(0), frozen.field(bias_at), frozen.field(bias_at + 1 + len(boxes))
+        boxes_field = frozen.field(bias_at + 1) if self._has_boxes() else None
+        return Repeated(self, x_stride, out_stride, *fields, boxes_field, frozen.launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +134,17 @@ class Repeated:
     out_stride: int
     x: Any  # arguments' places in memory
     bias: Any
-    outs: tuple[Any, ...]
+    out: Any
+    boxes: Any  # or None
     launch: Callable[[], None]
 
     def __call__(self, x: int, bias: int, out: int) -> None:
         """Launch, with addresses (0: no bias)."""
         self.x.value = self.prepared._activations(x, self.x_stride)[0]
         self.bias.value = bias
-        for place, value in zip(self.outs, self.prepared._output(out, self.out_stride), strict=False):
-            place.value = value
+        self.out.value = out
+        if self.boxes is not None:
+            (self.boxes.value,) = self.prepared._boxes(out, self.out_stride)
         try:
             self.launch()
         except RuntimeError as error:
@@ -161,10 +166,13 @@ class PreparedWgmma(Prepared):
     def _activations(self, x: int, x_stride: int) -> tuple[Any, ...]:
         return (self._map(x, self.columns, x_stride),)
 
-    def _output(self, out: int, out_stride: int) -> tuple[Any, ...]:
+    def _boxes(self, out: int, out_stride: int) -> tuple[bytes, ...]:
         # What is not aligned the kernel writes without a map.
         boxed = self.boxed and out and out % 16 == out_stride % 8 == 0
-        return self._map(out, self.out_columns, out_stride) if boxed else NO_MAP, out, out_stride
+        return (self._map(out, self.out_columns, out_stride) if boxed else NO_MAP,)
+
+    def _has_boxes(self) -> bool:
+        return self.boxed
 
     def _map(self, address: int, columns: int, stride: int) -> bytes:
         return tensor_map(

@@ -728,7 +728,10 @@ def _gemm_microseconds(
 
 
 _WGMMA_STREAM = 4.57e6  # as _STREAM, seen from grids that overlap
-_WGMMA_POWER = 732e6  # multiplications and additions a microsecond at the power limit
+# Multiplications and additions a microsecond at the power limit, in tiles of 256 columns and of 128: these
+# fetch activations twice as often, which is seen from thousands of rows on.
+_WGMMA_POWER = 732e6, 710e6
+_MANY_ROWS = 2048
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
@@ -740,7 +743,8 @@ def _wgmma_microseconds(
     unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.945)
     work = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count) * unit
     flops = 2 * tiles * units * tile.m_tile * tile.n_tile * tile.k_stage
-    work = _both(work, flops / _WGMMA_POWER, 8)
+    narrow = tile.n_tile <= 128 and problem.m >= _MANY_ROWS
+    work = _both(work, flops / _WGMMA_POWER[narrow], 8)
     # More blocks wait longer for the first bytes; few leave SMs idle, whose share of L2 others do not get.
     full = grid / limits.sm_count
     took = 0.8 + min(1.0, max(0.4, full)) + 1.8 * max(0.0, 1.0 - full)

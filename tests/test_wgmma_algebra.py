@@ -665,7 +665,7 @@ def test_boxes_leave_by_a_map_of_what_the_kernel_sends(monkeypatch: pytest.Monke
         aligned = kernel_source.value(aligned_if, {"p": SimpleNamespace(c=out, ldc=stride)})
         asked = (out, _tensor_map.FLOAT16, 300, 1000, 2 * stride, (96, 64), _tensor_map.SWIZZLE_128)
         expected = asked if boxed and aligned else _tensor_map.NO_MAP
-        assert prepared._output(out, stride) == (expected, out, stride)
+        assert prepared._boxes(out, stride) == (expected,)
 
 
 def test_output_is_written_only_when_its_boxes_are_read() -> None:
