@@ -111,8 +111,9 @@ def _tune(
         list(pool.map(partial(_load, cupy, w.B.device.id), builds.values()))
     weights = [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
     random_x = cupy.random.default_rng(0).standard_normal((ms[-1], launch.whole_vectors(w.K)), dtype="f4")
-    x, timer = random_x.astype(w.dtype), CupyTimer()
+    x = random_x.astype(w.dtype)
     x[:, w.K :] = 0
+    timer = CupyTimer()  # waits for what was enqueued before
     results = []
     for number, (m, problem, found) in enumerate(zip(ms, problems, tried, strict=True)):
         end = time.monotonic() + seconds / (len(ms) - number)

@@ -777,13 +777,14 @@ def test_parameters_are_read_from_the_source() -> None:
     assert {name: jit.parameter_layout(sources[name], function) for name, function in found.items()} == {
         "correction.cu": "PPPqiiiii",
         "decode.cu": "PqPPPPPqiiiiiiiiiPP",
+        "dense.cu": "PPPPiii",
         "dequantize.cu": "PPPPPPiiiii",
         "gather.cu": "PqPPqiii",
         "group_sums.cu": "PqPiiiPq",
         "marlin.cu": "PqPPPPPqiiiiiiiiPP",
         "native.cu": "PqPPPPPPqiiiiiiPIi",
         "swiglu.cu": "PqPqii",
-        "wgmma.cu": "TTTTPPPPqiiiiiiiPP",
+        "wgmma.cu": "TTTTPPPTPqiiiiiiiPP",
     }
 
 

@@ -361,8 +361,10 @@ def complete(
     lanes = [value(lanes_of, i=i) for i in range(4)]
     at = value(find(rf"uint8_t\* at = output \+ (vector_at{number});")[1])
     target = begin + value(find(rf"to \+= (first {number});")[1])
-    load = r"if \((first [^<]* < M_TILE)\) vector\[i\] = \*reinterpret_cast<const Vec4\*>\(at \+ (.*?)\);"
-    exists, from_of = find(load).groups()
+    exists, from_of = find(
+        r"const bool there = M_TILE % STEP == 0 \|\| (first [^<]* < M_TILE); vector\[i\] = "
+        r"\*reinterpret_cast<const Vec4\*>\(at \+ \(there \? (.*?) : 0\)\);"
+    ).groups()
     row_of = find(rf"const int row = ({number}); uint32_t\* pairs = &vector\[i\]\.x;")[1]
     exchanged = find(
         r"for \(int pair = 1; pair < 4; pair\+\+\) if \((pair [^)]*)\) pairs\[pair\] = "
@@ -386,7 +388,11 @@ def complete(
         vector = np.full((c.AT_ONCE, c.STORERS, 4, 2), -2)
         for i in range(c.AT_ONCE):
             loaded = value(exists, of_pass=of_pass, i=i)
-            place = at + value(from_of, of_pass=of_pass, i=i)
+            assert loaded.all() or c.M_TILE % c.STEP
+            place = at + np.where(loaded, value(from_of, of_pass=of_pass, i=i), 0)
+            assert (
+                place.max() + 16 <= c.M_TILE * c.COLUMNS * 2
+            )  # what is read for nothing is the output's too
             for lanes_at_once in np.split(np.arange(c.STORERS), c.STORERS // 8):
                 if loaded[lanes_at_once].any():
                     assert banks(place[lanes_at_once][loaded[lanes_at_once]]).max() == ways, "a bank conflict"

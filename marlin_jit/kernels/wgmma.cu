@@ -579,9 +579,10 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
     for (int pass = 0; pass < PASSES; pass += AT_ONCE) {
         Vec4 vector[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (first + (pass + i) * STEP < M_TILE)
-                vector[i] = *reinterpret_cast<const Vec4*>(at + (pass + i) * (STEP * 128));
+        for (int i = 0; i < AT_ONCE; i++) {
+            const bool there = M_TILE % STEP == 0 || first + (pass + i) * STEP < M_TILE;  // else read anything
+            vector[i] = *reinterpret_cast<const Vec4*>(at + (there ? (pass + i) * (STEP * 128) : 0));
+        }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const int row = first + (pass + i) * STEP;
