@@ -35,8 +35,9 @@ NOISE = 0.05
 """By how much time may fall as M grows before it counts."""
 OVER_ALIGNED = 1.15
 """What time may be over that of the next M that fills its tiles."""
+PASSES = 2
 OPTIONS: dict[str, Any] = {"replays": 5, "warmup_ms": 4.0, "point_ms": 12.0}
-"""Of `time_launches`: little of each M, since there are many, and each is taken twice."""
+"""Of `time_launches`: little of each M, since there are many, and each is taken several times."""
 
 _GROUP_SIZE, _DTYPE = 128, "float16"
 _OURS = VARIANTS["symmetric"]
@@ -148,6 +149,7 @@ def document(
     tolerance: float,
     seconds: float,
     complete: bool,
+    passes: int = PASSES,
 ) -> dict[str, Any]:
     """The object that a result file holds: how it was measured, the cliffs found, and all points."""
     by_layer: dict[tuple[int, int], dict[int, float]] = {}
@@ -163,7 +165,7 @@ def document(
         "environment": environment,
         "method": {
             **OPTIONS,
-            "passes": 2,
+            "passes": passes,
             "group_size": _GROUP_SIZE,
             "dtype": _DTYPE,
             "rotated_bytes": timing.ROTATED_BYTES,
@@ -171,7 +173,7 @@ def document(
             "seed": SEED,
             "tolerance": tolerance,
             "over_aligned": OVER_ALIGNED,
-            "statistic": "median over the samples of both passes, microseconds a launch",
+            "statistic": "median over the samples of all passes, microseconds a launch",
         },
         "seconds": round(seconds, 1),
         "complete": complete,
@@ -252,11 +254,11 @@ def read_busy(run: Callable[[int], None], copies: int, us: float, timer: Timer) 
 
 
 def measure_layer(
-    k: int, n: int, ms: Sequence[int], timer: Timer, budget: Budget
+    k: int, n: int, ms: Sequence[int], timer: Timer, budget: Budget, passes: int = PASSES
 ) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-    """Time one layer at every M: the points, a reading of clock and power, whether all were timed twice.
+    """Time one layer at every M: the points, a reading of clock and power, whether all passes were made.
 
-    The second pass goes backwards: a GPU at its power limit gets slower while it is measured, which would
+    Every other pass goes backwards: a GPU at its power limit gets slower while it is measured, which would
     make a slope of a single pass.
 
     Raises
@@ -279,7 +281,9 @@ def measure_layer(
     complete = time_pass(problem, ms, out, timer, budget, taken)
     if complete:  # the GPU is as hot as it gets here
         reading |= read_busy(product(problem, most, out), problem.copies, taken[most][0].us, timer)
-        complete = time_pass(problem, ms[::-1], out, timer, budget, taken)
+    for turn in range(1, passes):
+        order = ms[::-1] if turn % 2 else ms
+        complete = complete and time_pass(problem, order, out, timer, budget, taken)
     return [point(k, n, m, taken[m], how[m]) for m in ms if m in taken], reading, complete
 
 
@@ -311,6 +315,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 @click.option(
     "--tolerance", type=click.FloatRange(0), default=NOISE, help="Fraction by which time may fall as M grows."
 )
+@click.option("--passes", type=click.IntRange(1), default=PASSES, help="Times every M is taken.")
 @click.option(
     "--max-seconds", type=click.FloatRange(10), default=60.0, help="Stop and report after this time."
 )
@@ -321,6 +326,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 def main(
     shapes: tuple[tuple[int, int], ...],
     tolerance: float,
+    passes: int,
     max_seconds: float,
     output: Path | None,
     plot: Path | None,
@@ -350,7 +356,7 @@ def main(
     complete = True
     for k, n in shapes or SHAPES:
         click.echo(f"K {k} x N {n}: {budget.spent:.0f} s spent", err=True)
-        found, reading, complete = measure_layer(k, n, ms, timer, budget)
+        found, reading, complete = measure_layer(k, n, ms, timer, budget, passes)
         points += found
         readings.append(reading)
         if not complete:
@@ -362,6 +368,7 @@ def main(
         tolerance=tolerance,
         seconds=budget.spent,
         complete=complete,
+        passes=passes,
     )
     click.echo(summary(data))
     if output is not None:

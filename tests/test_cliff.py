@@ -224,6 +224,11 @@ def test_two_passes_go_in_opposite_orders_and_the_gpu_is_read_between(played: Si
     assert sorted(played.loaded) == ["kernel0", "kernel1"]  # each build once
     assert played.read == [3]
     assert reading == {"k": 256, "n": 192, "m": 33, "clocks.sm": "1500 MHz"}
+    for passes, order in ((1, [1, 17, 33]), (3, [1, 17, 33, 33, 17, 1, 1, 17, 33])):
+        played.ms.clear()
+        points, _, complete = cliff.measure_layer(256, 192, [1, 17, 33], _timer(), budget, passes)
+        assert complete and played.ms == order
+        assert all(len(p["pass_us"]) == passes for p in points)
 
 
 def test_the_gpu_is_busy_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
