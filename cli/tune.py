@@ -18,13 +18,15 @@ from marlin_jit.bench import DTYPES
 from marlin_jit.cli.show import print_json, print_line, print_table
 from marlin_jit.device import current_device
 from marlin_jit.errors import ShapeError
+from marlin_jit.formats.packed import PackedModel
 from marlin_jit.layout import group_count
+from marlin_jit.plan import Zeros
 from marlin_jit.tuned import Tuning, identity, path_for
-from marlin_jit.weight import MarlinWeight, QuantWeight
+from marlin_jit.weight import MarlinWeight, QuantWeight, zero_points_below_8
 
 __all__ = ["tune"]
 
-_ZEROS = ("none", "integer", "real")
+_ZEROS = {"none": Zeros.NONE, "integer": Zeros.POINTS, "real": Zeros.DELTAS}
 
 
 @click.command(context_settings={"show_default": True})
@@ -34,7 +36,7 @@ _ZEROS = ("none", "integer", "real")
 @click.option("--n", type=click.IntRange(1), help="Its output features.")
 @click.option("--group", type=click.Choice(["32", "64", "128", "-1"]), default="128", help="Its group size.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float16", help="Of its scales and x.")
-@click.option("--zeros", type=click.Choice(_ZEROS), default="none", help="Its zero points.")
+@click.option("--zeros", type=click.Choice(list(_ZEROS)), default="none", help="Its zero points.")
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), default=10.0, help="Time for each kind of layer."
 )
@@ -73,21 +75,30 @@ def tune(
     if as_json:
         print_json({"gpu": gpu, "file": str(path), "tuned": [_record(w, one) for w, one in found]})
         return
-    headings = ("K", "N", "group", "dtype", "M", "planned us", "best us", "gain", "plans tried", "kernel")
+    of_layer = ("K", "N", "group", "dtype", "zeros", "M")
+    headings = (*of_layer, "planned us", "best us", "gain", "plans tried", "kernel")
     print_table(dict.fromkeys(headings, "right"), [_row(w, one) for w, one in found])
     print_line(f"kept in {path}")
 
 
 def _layers(packed: tuple[Path, ...]) -> Iterator[MarlinWeight]:
-    """The first layer of each kind: only these are read."""
+    """The first layer of each kind: of the others no codes are read."""
     seen = set()
     for path in packed:
         model = marlin_jit.load(path)
         for name, entry in model.entries.items():
-            kind = replace(entry, source_format="")
+            kind = replace(entry, source_format=""), _zeros_of(model, name)
             if kind not in seen:
                 seen.add(kind)
                 yield model[name]
+
+
+def _zeros_of(model: PackedModel, name: str) -> Zeros:
+    """The kind of a layer's zero points, which its metadata does not tell: as `MarlinWeight.points16`."""
+    if f"{name}.delta" not in model.files:
+        return Zeros.NONE
+    from_8, exact = zero_points_below_8(model.files.read(f"{name}.s"), model.files.read(f"{name}.delta"))
+    return Zeros.POINTS if (exact & (abs(from_8) <= 8)).all() else Zeros.DELTAS
 
 
 def _random(k: int, n: int, group_size: int, dtype: str, zeros: str) -> MarlinWeight:
@@ -104,12 +115,17 @@ def _random(k: int, n: int, group_size: int, dtype: str, zeros: str) -> MarlinWe
 
 
 def _record(w: MarlinWeight, one: Tuning) -> dict[str, Any]:
-    layer = {"k": w.K, "n": w.N, "group_size": w.group_size, "dtype": str(w.dtype), "m": one.problem.m}
+    layer = {"k": w.K, "n": w.N, "group_size": w.group_size, "dtype": str(w.dtype)}
+    layer |= {"zeros": _zeros_name(one), "m": one.problem.m}
     times = {"planned_us": one.planned_us, "us": one.us, "tried": one.tried}
     return layer | times | {"plan": identity(one.plan)}
 
 
 def _row(w: MarlinWeight, one: Tuning) -> list[str]:
     gain = f"{100 * (1 - one.us / one.planned_us):.1f}%" if one.us < one.planned_us else "-"
-    kind = [str(w.K), str(w.N), str(w.group_size), str(w.dtype), str(one.problem.m)]
+    kind = [str(w.K), str(w.N), str(w.group_size), str(w.dtype), _zeros_name(one), str(one.problem.m)]
     return [*kind, f"{one.planned_us:.1f}", f"{one.us:.1f}", gain, str(one.tried), one.plan.build.name]
+
+
+def _zeros_name(one: Tuning) -> str:
+    return next(name for name, zeros in _ZEROS.items() if zeros == one.problem.zeros)

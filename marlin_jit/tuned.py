@@ -7,12 +7,13 @@ the planner lists the very same one for the problem, and a file written for othe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
-import tempfile
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,9 @@ VARIABLE = "MARLIN_JIT_TUNED"
 """Environment variable: the file to use, or 0 for none. Read once, at a process's first product."""
 
 SCHEMA = "marlin-jit-tuned/1"
+
+_MOST_BYTES = 64 << 20
+"""Of a file that is read: 100000 plans take less."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,47 @@ def identity(plan: Plan) -> dict[str, Any]:
 def path_for(gpu: str) -> Path | None:
     """The file for a kind of GPU, whether or not it exists; None where none is used or can be written.
 
-    It is the one that `VARIABLE` names, else one of the name ``tuned-<GPU>.json`` in the first directory of
-    the kernel cache that has it, else in the one that kernels are written to.
+    It is the one that `VARIABLE` names, else one of the name ``tuned-<GPU>.json`` in the directory that
+    kernels are written to, else in the first of the others that has it: what was measured here comes before
+    what a read-only cache brought along.
     """
+    places = _places(gpu)
+    # Path.is_file raises where a directory may not be searched.
+    return next((path for path in places if os.path.isfile(path)), places[0] if places else None)
+
+
+def destination(gpu: str) -> Path:
+    """Where `record` writes; its directory is made.
+
+    Raises
+    ------
+    MarlinJitError
+        No file is used here, or it cannot be written.
+    """
+    places = _places(gpu)
+    if not places:
+        raise MarlinJitError(
+            f"tuned plans have nowhere to go: {VARIABLE}=0, or no cache directory can be written"
+        )
+    path = places[0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MarlinJitError(f"{path} cannot be written: {error}") from error
+    if os.path.isdir(path) or not os.access(path.parent, os.W_OK | os.X_OK):
+        what = "it is a directory" if os.path.isdir(path) else "its directory cannot be written to"
+        raise MarlinJitError(f"{path} cannot be written: {what}")
+    return path
+
+
+def _places(gpu: str) -> list[Path]:
+    """Where the file may be, and first where it is written; nowhere if none is used."""
     given = value_of(VARIABLE, "")
     if given:
-        return None if given == "0" else Path(os.path.expanduser(given))
+        return [] if given == "0" else [Path(os.path.expanduser(given))]
     name = f"tuned-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
     directories = _disk_cache.directories()
-    found = [directory / name for directory in directories if (directory / name).is_file()]
-    return found[0] if found else directories[-1] / name if directories else None
+    return [directory / name for directory in (*directories[-1:], *directories[:-1])]
 
 
 def plan_for(problem: Problem, limits: Limits, gpu: str) -> Plan:
@@ -91,7 +126,9 @@ def plan_for(problem: Problem, limits: Limits, gpu: str) -> Plan:
 
 @lru_cache(maxsize=1 << 12)
 def _checked(problem: Problem, limits: Limits, gpu: str) -> Plan:
-    wanted = _known(gpu)[problem]
+    wanted = _known(gpu).get(problem)
+    if wanted is None:  # another thread has just recorded that the planner's own is the best
+        return choose(problem, limits)
     for plan in plans(problem, limits):
         if identity(plan) == wanted:
             return plan
@@ -117,18 +154,25 @@ def _known(gpu: str) -> dict[Problem, dict[str, Any]]:
 
 
 def _read(path: Path, gpu: str) -> dict[Problem, dict[str, Any]]:
+    with open(path, "rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is not a file of tuned plans: it has more than {_MOST_BYTES} bytes")
     try:
-        document = json.loads(path.read_bytes())
-        schema, kernels = document["schema"], document["kernels"]
-        if schema != SCHEMA or document["gpu"] != gpu:
-            raise ValueError(f"{path} is {schema!r} of {document['gpu']!r}, not {SCHEMA!r} of {gpu!r}")
-        if kernels != jit.sources_key():
-            raise ValueError(f"{path} was measured with other kernels than these: run marlin-jit tune again")
-        return {_problem(entry["problem"]): dict(entry["plan"]) for entry in document["tuned"]}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a file of tuned plans: {error!r}") from error
-    except json.JSONDecodeError as error:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    try:
+        schema, name, kernels, entries = (document[key] for key in ("schema", "gpu", "kernels", "tuned"))
+        known = schema == SCHEMA and name == gpu and kernels == jit.sources_key()
+        found = {_problem(entry["problem"]): dict(entry["plan"]) for entry in entries if known}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a file of tuned plans: {error!r}") from error
+    if schema != SCHEMA or name != gpu:
+        raise ValueError(f"{path} is {schema!r} of {name!r}, not {SCHEMA!r} of {gpu!r}")
+    if not known:
+        raise ValueError(f"{path} was measured with other kernels than these: run marlin-jit tune again")
+    return found
 
 
 def _problem(fields: dict[str, Any]) -> Problem:
@@ -138,30 +182,45 @@ def _problem(fields: dict[str, Any]) -> Problem:
 def record(tunings: Iterable[Tuning], gpu: str) -> Path:
     """Add to the file what was measured, in place of what it held for the same problems.
 
-    Problems for which the planner's own plan was the best are taken out of it. Products of this process that
-    have been planned already keep their plan.
+    Problems for which the planner's own plan was the best are taken out of it. Products that this process
+    repeats (`marlin_jit.repeat`) keep the plan that they had. Others may record at the same time.
 
     Raises
     ------
     MarlinJitError
         No file is used here, or it cannot be written.
     """
-    path = path_for(gpu)
-    if path is None:
-        raise MarlinJitError(
-            f"tuned plans have nowhere to go: {VARIABLE}=0, or no cache directory can be written"
-        )
+    path = destination(gpu)
     try:
-        held = _read(path, gpu)
-    except (OSError, ValueError):
-        held = {}  # of other kernels, or no such file: begun anew
+        with _alone_in(path.parent):
+            _write(path, json.dumps(_document(tunings, gpu, _held(gpu)), indent=1) + "\n")
+    except OSError as error:
+        raise MarlinJitError(f"{path} cannot be written: {error}") from error
+    _known.cache_clear()
+    _checked.cache_clear()
+    return path
+
+
+def _held(gpu: str) -> dict[Problem, dict[str, Any]]:
+    """Plans that the file holds until now; none, with a warning, if it cannot be used."""
+    path = path_for(gpu)
+    try:
+        return {} if path is None else _read(path, gpu)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("tuned plans are begun anew: %s", error)
+        return {}
+
+
+def _document(tunings: Iterable[Tuning], gpu: str, held: dict[Problem, dict[str, Any]]) -> dict[str, Any]:
     figures: dict[Problem, dict[str, float]] = {}
     for tuning in tunings:
         held.pop(tuning.problem, None)
         if tuning.us < tuning.planned_us:
             held[tuning.problem] = identity(tuning.plan)
             figures[tuning.problem] = {"us": round(tuning.us, 3), "planned_us": round(tuning.planned_us, 3)}
-    document = {
+    return {
         "schema": SCHEMA,
         "gpu": gpu,
         "kernels": jit.sources_key(),
@@ -171,21 +230,34 @@ def record(tunings: Iterable[Tuning], gpu: str) -> Path:
             for problem, plan in held.items()
         ],
     }
-    _write(path, json.dumps(document, indent=1) + "\n")
-    _known.cache_clear()
-    _checked.cache_clear()
-    return path
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let others who record into a folder wait meanwhile, if the system knows such locks."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = None
+    """Beside, then renamed. (A file of `tempfile` would be for its owner alone, whatever the umask.)"""
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(descriptor, "w") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise MarlinJitError(f"{path} cannot be written: {error}") from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

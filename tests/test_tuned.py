@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import marlin_jit as mj
 from marlin_jit import _disk_cache, autotune, jit, launch, plan, tuned
+from marlin_jit.cli import tune as command
 from marlin_jit.cli.main import main
-from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError
+from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ValueRangeError
 from marlin_jit.plan import Problem, Zeros
 
 GPU = "NVIDIA H200"
@@ -112,7 +119,8 @@ def damaged(text: str) -> dict[str, str]:
         "zeros": with_entry(problem={**entry["problem"], "zeros": 9}),
         "unknown": with_entry(problem={**entry["problem"], "more": 1}),
         "plan": with_entry(plan=3),
-        "bytes": "\udcff\udcfe",
+        "bytes": '{"\udcff',
+        "deep": "[" * 200_000,
     }
 
 
@@ -125,10 +133,95 @@ def test_a_file_that_is_not_right_counts_for_nothing_and_is_replaced(
     forget()
     assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
     assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
+    assert str(path) in caplog.text
     assert tuned.plan_for(replace(PROBLEM, m=7), H200, GPU) and len(caplog.records) == 1  # told once
     one = tuning()
     tuned.record([one], GPU)
+    assert "begun anew" in caplog.records[-1].getMessage() and str(path) in caplog.records[-1].getMessage()
     assert tuned.plan_for(PROBLEM, H200, GPU) == one.plan
+
+
+def test_of_a_file_without_end_a_bounded_part_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tuned, "_MOST_BYTES", 1000)
+    monkeypatch.setenv(tuned.VARIABLE, "/dev/zero")
+    if not os.path.exists("/dev/zero"):
+        pytest.skip("no /dev/zero")
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert "has more than 1000 bytes" in caplog.text
+
+
+def test_a_cache_that_may_not_be_searched_is_passed_over(
+    own_cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as root, to whom nothing is closed: the system's answer is played."""
+    closed = tmp_path_factory.mktemp("closed")
+    monkeypatch.setattr(_disk_cache, "directories", lambda: [closed, own_cache])
+    stat = os.stat
+
+    def refuse(path: object, *args: object, **more: object) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and Path(path).parent == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+
+
+def test_a_read_only_cache_is_used_and_what_is_measured_goes_to_the_next(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, home = own_cache / "image", own_cache / "home"
+    image.mkdir(), home.mkdir()
+    monkeypatch.setattr(_disk_cache, "directories", lambda: [image])
+    brought, second = tuning(), replace(PROBLEM, m=64)
+    before = tuned.record([brought], GPU).read_bytes()
+    monkeypatch.setattr(_disk_cache, "directories", lambda: [image, home])
+    forget()
+    assert tuned.path_for(GPU) == image / "tuned-nvidia-h200.json"
+    assert tuned.plan_for(PROBLEM, H200, GPU) == brought.plan
+    assert tuned.record([tuning(second)], GPU) == home / "tuned-nvidia-h200.json" == tuned.path_for(GPU)
+    assert tuned.plan_for(PROBLEM, H200, GPU) == brought.plan
+    assert tuned.plan_for(second, H200, GPU) == tuning(second).plan
+    assert (image / "tuned-nvidia-h200.json").read_bytes() == before
+
+
+def _record_row(m: int) -> None:
+    tuned.record([tuning(replace(PROBLEM, m=m))], GPU)
+
+
+def test_processes_that_record_at_the_same_time_lose_nothing() -> None:
+    pytest.importorskip("fcntl")
+    ms = [100 + i for i in range(8)]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_record_row, args=(m,)) for m in ms]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    path = tuned.path_for(GPU)
+    assert path is not None
+    assert sorted(entry["problem"]["m"] for entry in document(path)["tuned"]) == ms
+
+
+def test_others_may_read_the_file_as_the_umask_says(own_cache: Path) -> None:
+    (own_cache / "plain").write_text("")
+    path = tuned.record([tuning()], GPU)
+    assert path.stat().st_mode == (own_cache / "plain").stat().st_mode
+
+
+def test_a_problem_taken_out_meanwhile_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.record([tuning()], GPU)
+    checked = tuned._checked
+
+    def taken_out_first(*given: object) -> plan.Plan:
+        monkeypatch.setattr(tuned, "_checked", checked)
+        tuned.record([tuning(number=0, us=10.0)], GPU)
+        return checked(*given)
+
+    monkeypatch.setattr(tuned, "_checked", taken_out_first)
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +274,9 @@ def test_a_directory_that_cannot_be_written_is_an_error(
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "file" / "plans.json"))
     with pytest.raises(MarlinJitError, match="cannot be written"):
         tuned.record([tuning()], GPU)
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
+    with pytest.raises(MarlinJitError, match="cannot be written: it is a directory"):
+        tuned.destination(GPU)
     monkeypatch.delenv(tuned.VARIABLE)
     monkeypatch.setattr(_disk_cache, "directories", list)
     with pytest.raises(MarlinJitError, match="nowhere to go"):
@@ -201,15 +297,62 @@ def test_without_tensor_maps_the_kernel_that_needs_none_is_planned() -> None:
 
 
 def test_tune_says_what_it_takes(rng) -> None:
-    import numpy as np
-
-    import marlin_jit as mj
-
     w = mj.pack(mj.quantize(rng.standard_normal((128, 64), dtype=np.float32)))
     with pytest.raises(DeviceError, match=r"to_device"):
         mj.tune(w)
     with pytest.raises(DTypeError, match="MarlinWeight"):
         mj.tune(np.zeros((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("ms", "error"), [([], ValueRangeError), ([0], ValueRangeError), (["a"], DTypeError), ([1.5], DTypeError)]
+)
+def test_rows_are_positive_integers(ms: list, error: type, rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = mj.pack(mj.quantize(rng.standard_normal((128, 64), dtype=np.float32)))
+    monkeypatch.setattr(autotune, "is_device_array", lambda _: True)
+    with pytest.raises(error):
+        mj.tune(w, ms)
+
+
+def test_that_nothing_can_be_kept_is_said_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = SimpleNamespace(B=SimpleNamespace(device=SimpleNamespace(id=0)))
+    monkeypatch.setattr(autotune, "MarlinWeight", SimpleNamespace)
+    monkeypatch.setattr(autotune, "is_device_array", lambda _: True)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: contextlib.nullcontext()))
+    monkeypatch.setattr(autotune, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(autotune, "device_info", lambda _: SimpleNamespace(name=GPU))
+    monkeypatch.setattr(autotune, "_tune", lambda *_: pytest.fail("timed"))
+    monkeypatch.setenv(tuned.VARIABLE, "0")
+    with pytest.raises(MarlinJitError, match="nowhere to go"):
+        mj.tune(w)
+
+
+def test_results_that_overflow_agree_and_what_was_not_written_does_not() -> None:
+    one = tuning().plan
+    like = np.array([[np.inf, -np.inf, 100.0]], np.float16)
+    autotune._agree(np, like.copy(), like, one)
+    autotune._agree(np, np.array([[65504.0, -np.inf, 101.0]], np.float16), like, one)
+    for other in (np.nan, -np.inf, 100.0):
+        with pytest.raises(MarlinJitError, match="please report"):
+            autotune._agree(np, np.array([[other, -np.inf, 100.0]], np.float16), like, one)
+
+
+def test_layers_of_every_kind_of_zero_points_are_tuned_for(tmp_path: Path, rng) -> None:
+    q = rng.integers(0, 16, (256, 192), dtype=np.uint8)
+    scale = (0.01 + 0.01 * rng.random((2, 192))).astype(np.float16)
+    points = rng.integers(0, 16, (2, 192), dtype=np.uint8)
+    kinds = {
+        "none": mj.QuantWeight(q, scale, None, 128),
+        "integer": mj.QuantWeight.from_zero_points(q, scale, points, 128),
+        "real": mj.QuantWeight(q, scale, (-0.1 * rng.random((2, 192))).astype(np.float32), 128),
+    }
+    layers = {f"{name}{i}": mj.pack(qw) for i in range(2) for name, qw in kinds.items()}
+    mj.save(tmp_path / "model.safetensors", layers)
+    found = [
+        launch.problem_of(1, w, asymmetric=not w.symmetric).zeros
+        for w in command._layers((tmp_path / "model.safetensors",))
+    ]
+    assert found == [Zeros.NONE, Zeros.POINTS, Zeros.DELTAS]
 
 
 @pytest.mark.parametrize(
