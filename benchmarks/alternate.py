@@ -20,11 +20,12 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.report import write_text
 from benchmarks.run import environment, parse_shape
 from benchmarks.shapes import MS, SHAPES
 from marlin_jit import MarlinWeight
 from marlin_jit._array import namespace
-from marlin_jit.bench import DTYPES, TOLERANCE, VARIANTS, Problem, Variant, call, read_nvidia_smi
+from marlin_jit.bench import DTYPES, VARIANTS, Problem, Variant, call, read_nvidia_smi
 from marlin_jit.device import unavailable_reason
 from marlin_jit.timing import CupyTimer, Timer, time_launches
 
@@ -49,9 +50,7 @@ def alternate(
     products = {name: product_of(problem, name, m) for name in names}
     for name, (variant, x, weights) in products.items():
         call(variant, x, weights[0], out)
-        error = problem.error(out, variant.symmetric)
-        if not error <= TOLERANCE[problem.dtype]:
-            raise ValueError(f"{name} at M = {m}: error {error:.2e} against float64")
+        problem.require_right(out, variant.symmetric, f"{name} at M = {m}")
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(passes):
         for name in names if turn % 2 == 0 else names[::-1]:
@@ -146,7 +145,7 @@ def main(
             "method": {**options, "passes": passes, "group_size": int(group_size), "dtype": dtype},
             "points": points,
         }
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        write_text(output, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.report import align, compact, fraction, number
+from benchmarks.plot import require_matplotlib
+from benchmarks.report import align, compact, fraction, number, write_text
 from benchmarks.run import Budget, environment, parse_shape
 from benchmarks.shapes import SHAPES
 from marlin_jit import launch, timing
-from marlin_jit.bench import BUSY_FIELDS, TOLERANCE, VARIANTS, Problem, call, read_nvidia_smi
+from marlin_jit.bench import BUSY_FIELDS, VARIANTS, Problem, call, read_nvidia_smi
 from marlin_jit.device import unavailable_reason
 from marlin_jit.dispatch import Explanation, explain
 from marlin_jit.timing import CupyTimer, Timer, Timing, time_launches
@@ -270,12 +270,9 @@ def measure_layer(
     most, out, weight = max(ms), problem.output(max(ms)), problem.weights(_OURS.symmetric)[0]
     how = {m: explain(problem.x[:m], weight) for m in ms}
     planned = {e.plan.build: e.plan for e in how.values() if e.plan is not None}
-    with ThreadPoolExecutor(8) as pool:  # compiled side by side, before anything is timed
-        list(pool.map(launch.load, planned.values()))
+    launch.load_all(planned.values())  # before anything is timed
     call(_OURS, problem.x[:most], weight, out[:most])
-    error = problem.error(out[:most], _OURS.symmetric)
-    if not error <= TOLERANCE[_DTYPE]:
-        raise ValueError(f"{k} x {n} at M = {most}: error {error:.2e} against float64")
+    problem.require_right(out[:most], _OURS.symmetric, f"{k} x {n} at M = {most}")
     taken: dict[int, list[Timing]] = {}
     reading: dict[str, Any] = {"k": k, "n": n, "m": most}
     complete = time_pass(problem, ms, out, timer, budget, taken)
@@ -338,13 +335,7 @@ def main(
         click.echo(f"error: {reason}", err=True)
         sys.exit(2)
     if plot is not None:
-        try:
-            import matplotlib  # noqa: F401  (said before minutes are spent)
-        except ImportError as error:
-            click.echo(
-                f"error: matplotlib cannot be imported ({error}): run pip install matplotlib", err=True
-            )
-            sys.exit(2)
+        require_matplotlib()  # said before minutes are spent
     for path in (output, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -372,7 +363,7 @@ def main(
     )
     click.echo(summary(data))
     if output is not None:
-        output.write_text(compact(data, "points") + "\n")
+        write_text(output, compact(data, "points") + "\n")
     if plot is not None:
         draw(data, plot)
 

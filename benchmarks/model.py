@@ -24,6 +24,7 @@ import click
 import numpy as np
 
 import marlin_jit as mj
+from benchmarks.report import write_text
 from benchmarks.run import environment
 from marlin_jit import models
 from marlin_jit.bench import read_nvidia_smi
@@ -217,7 +218,7 @@ def main(folder: Path, prompt_tokens: int, new: int, output: Path | None) -> Non
     document["environment"] = environment(smi_before, read_nvidia_smi())
     click.echo(table(document))
     if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        write_text(output, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,23 @@ _LINES = (
 )
 
 
+def require_matplotlib() -> None:
+    """End the command, with what to do, if matplotlib is not there."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        click.echo(f"error: matplotlib cannot be imported ({error}): run pip install matplotlib", err=True)
+        sys.exit(2)
+
+
 @click.command()
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def main(results: Path, picture: Path) -> None:
     """Draw each layer's times over the floor against M, one panel a layer."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        click.echo(f"error: matplotlib cannot be imported ({error}): run pip install matplotlib", err=True)
-        sys.exit(2)
+    require_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

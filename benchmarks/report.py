@@ -94,8 +94,13 @@ def write(path: Path, data: dict[str, Any]) -> None:
     """Write a result file beside `path` and rename it, so that a kill leaves the older one whole."""
     validate(data)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, compact(data, "records") + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside `path` and rename it."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(compact(data, "records") + "\n")
+    beside.write_text(text)
     beside.replace(path)
 
 

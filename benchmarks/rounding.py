@@ -18,6 +18,7 @@ import click
 import numpy as np
 
 import marlin_jit as mj
+from benchmarks.report import write_text
 from benchmarks.run import environment
 from marlin_jit import models
 from marlin_jit.bench import read_nvidia_smi
@@ -120,7 +121,7 @@ def main(folder: Path, group_size: int, tokens: int, device: Any, output: Path |
             )
     document["environment"] = environment(smi_before, read_nvidia_smi())
     if output is not None:
-        output.write_text(json.dumps(document, indent=1) + "\n")
+        write_text(output, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

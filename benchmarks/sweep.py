@@ -8,32 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import click
 
 from marlin_jit import launch, plan
+from marlin_jit.bench import DTYPES, random_weight
 from marlin_jit.device import current_device, unavailable_reason
-from marlin_jit.layout import padded_shape
 from marlin_jit.timing import CupyTimer, plan_copies, time_launches
 from marlin_jit.weight import MarlinWeight
-
-
-def random_weight(k: int, n: int, group: int, asymmetric: bool, dtype: Any) -> MarlinWeight:
-    """Random words (every code is valid) and scales, in place: nothing is packed."""
-    import cupy
-
-    padded_k, padded_n = padded_shape(k, n, group)
-    groups = 1 if group == -1 else padded_k // group
-    random = cupy.random.default_rng(1)
-    words = random.integers(-(2**31), 2**31 - 1, (padded_k // 16, 2 * padded_n), dtype=cupy.int64)
-    scales = (0.01 * (0.5 + random.random((groups, padded_n)))).astype(dtype)
-    delta = None
-    if asymmetric:
-        delta = (0.05 * (random.random((groups, padded_n)) - 0.5)).astype(cupy.float32)
-    return MarlinWeight(words.astype(cupy.int32), scales, delta, (k, n), group)
 
 
 def launcher(
@@ -62,23 +46,21 @@ def main(out: Path, rows: str, shapes: str, group: int, asymmetric: bool, bf16: 
         click.echo(f"error: {reason}", err=True)
         sys.exit(2)
     import cupy
-    import ml_dtypes
-    import numpy as np
 
-    dtype = ml_dtypes.bfloat16 if bf16 else np.float16
+    dtype = DTYPES["bfloat16" if bf16 else "float16"]
+    zeros = plan.Zeros.DELTAS if asymmetric else plan.Zeros.NONE
     limits = launch.limits_of(current_device())
     records: list[dict[str, Any]] = []
     timer = CupyTimer()
     for shape in shapes.split(","):
         k, n = (int(v) for v in shape.split("x"))
-        first = random_weight(k, n, group, asymmetric, dtype)
+        first = random_weight(k, n, group, dtype, zeros)
         weights = [first]
-        for _ in range(plan_copies(first.nbytes) - 1):
-            weights.append(random_weight(k, n, group, asymmetric, dtype))
+        for seed in range(1, plan_copies(first.nbytes)):
+            weights.append(random_weight(k, n, group, dtype, zeros, seed))
         for m in (int(v) for v in rows.split(",")):
             plans = plan.plans(launch.problem_of(m, first, asymmetric=asymmetric), limits)
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(launch.load, plans))
+            launch.load_all(plans)
             x = cupy.random.standard_normal((m, k), dtype=cupy.float32).astype(dtype)
             y = cupy.empty((m, n), dtype)
             xm, ym = launch.Matrix(x.data.ptr, k, m, k), launch.Matrix(y.data.ptr, n, m, n)

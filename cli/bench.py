@@ -15,8 +15,8 @@ from rich.console import Console
 
 from marlin_jit.bench import DTYPES, Problem, device_facts, measure_layer
 from marlin_jit.cli import picture, roofline
+from marlin_jit.cli.options import check_group
 from marlin_jit.cli.show import print_json, print_line, print_table
-from marlin_jit.errors import ShapeError
 from marlin_jit.host_cost import measure_host
 from marlin_jit.roofline import MS, measure_roofline
 
@@ -94,8 +94,7 @@ def bench(
         picture.check(file, force=force)
     usual_k, usual_n = _HOST_LAYER if host else _LAYER
     k, n, group_size = k or usual_k, n or usual_n, int(group)
-    if group_size != -1 and k % group_size:
-        raise ShapeError(f"group size {group_size} does not divide K = {k}: choose another --k or --group")
+    check_group(k, group_size)
     if host:
         _bench_host(k, n, ms or _HOST_MS, group_size, dtype, as_json)
     elif over_m:

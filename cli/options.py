@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from marlin_jit.device import unavailable_reason
-from marlin_jit.errors import DeviceError
+from marlin_jit.errors import DeviceError, ShapeError
 from marlin_jit.formats import ReadOptions
 
-__all__ = ["Size", "Work", "on_device", "patterns", "reading", "work"]
+__all__ = ["Size", "Work", "check_group", "on_device", "patterns", "reading", "work"]
 
 if TYPE_CHECKING:  # older releases of click have no parameter there
     _IntType = click.ParamType[int]
@@ -24,6 +24,12 @@ else:
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmgt]?)b?", re.IGNORECASE)
+
+
+def check_group(k: int, group_size: int) -> None:
+    """Raise, before any work is done, if a layer asked for by --k has no such groups."""
+    if group_size != -1 and k % group_size:
+        raise ShapeError(f"group size {group_size} does not divide K = {k}: choose another --k or --group")
 
 
 class Size(_IntType):

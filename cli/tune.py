@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 
 import marlin_jit
-from marlin_jit._cupy import import_cupy
 from marlin_jit.autotune import MS
-from marlin_jit.bench import DTYPES
+from marlin_jit.bench import DTYPES, random_weight
+from marlin_jit.cli.options import check_group
 from marlin_jit.cli.show import print_json, print_line, print_table
 from marlin_jit.device import current_device
-from marlin_jit.errors import ShapeError
 from marlin_jit.formats.packed import PackedModel
-from marlin_jit.layout import group_count
 from marlin_jit.plan import Zeros
 from marlin_jit.tuned import Tuning, identity, path_for
-from marlin_jit.weight import MarlinWeight, QuantWeight, zero_points_below_8
+from marlin_jit.weight import MarlinWeight, packed_points_below_8
 
 __all__ = ["tune"]
 
@@ -62,10 +59,12 @@ def tune(
     """
     if bool(packed) == bool(k or n) or bool(k) != bool(n):
         raise click.UsageError("give PACKED, or both --k and --n")
-    if k and group != "-1" and k % int(group):
-        raise ShapeError(f"group size {group} does not divide K = {k}: choose another --k or --group")
+    if k:
+        check_group(k, int(group))
     gpu = current_device().name
-    layers = _layers(packed) if packed else iter([_random(k or 1, n or 1, int(group), dtype, zeros)])
+    layers = _layers(packed)
+    if k and n:
+        layers = iter([random_weight(k, n, int(group), DTYPES[dtype], _ZEROS[zeros])])
     found: list[tuple[MarlinWeight, Tuning]] = []
     console = Console(stderr=True)
     with console.status("tuning", spinner="dots"):
@@ -97,21 +96,8 @@ def _zeros_of(model: PackedModel, name: str) -> Zeros:
     """The kind of a layer's zero points, which its metadata does not tell: as `MarlinWeight.points16`."""
     if f"{name}.delta" not in model.files:
         return Zeros.NONE
-    from_8, exact = zero_points_below_8(model.files.read(f"{name}.s"), model.files.read(f"{name}.delta"))
-    return Zeros.POINTS if (exact & (abs(from_8) <= 8)).all() else Zeros.DELTAS
-
-
-def _random(k: int, n: int, group_size: int, dtype: str, zeros: str) -> MarlinWeight:
-    cupy = import_cupy()
-    rng = cupy.random.default_rng(0)
-    groups = group_count(k, group_size)
-    codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
-    scale = (0.01 + 0.01 * rng.random((groups, n), dtype=np.float32)).astype(DTYPES[dtype])
-    if zeros == "integer":
-        points = rng.integers(0, 16, (groups, n), dtype=np.uint8)
-        return marlin_jit.pack(QuantWeight.from_zero_points(codes, scale, points, group_size))
-    zero = None if zeros == "none" else -0.1 * rng.random((groups, n), dtype=np.float32)
-    return marlin_jit.pack(QuantWeight(codes, scale, zero, group_size))
+    points = packed_points_below_8(model.files.read(f"{name}.s"), model.files.read(f"{name}.delta"))
+    return Zeros.DELTAS if points is None else Zeros.POINTS
 
 
 def _record(w: MarlinWeight, one: Tuning) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -110,32 +109,25 @@ def _tune(
     limits = launch.limits_of(current_device())
     problems = [launch.problem_of(m, w, asymmetric=not w.symmetric) for m in ms]
     tried = [worth_trying(plans(problem, limits)) for problem in problems]
-    builds = {(plan.build, plan.smem): plan for found in tried for plan in found}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(partial(_load, cupy, w.B.device.id), builds.values()))
+    launch.load_all({(plan.build, plan.smem): plan for found in tried for plan in found}.values())
     weights = [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
     random_x = cupy.random.default_rng(0).standard_normal((ms[-1], launch.whole_vectors(w.K)), dtype="f4")
     x = random_x.astype(w.dtype)
     x[:, w.K :] = 0
     timer = CupyTimer()  # waits for what was enqueued before
-    results = []
-    for number, (m, problem, found) in enumerate(zip(ms, problems, tried, strict=True)):
-        end = time.monotonic() + seconds / (len(ms) - number)
-        seconds_before = time.monotonic()
-        times = _times(cupy, found, weights, x[:m], end, timer)
+    results: list[Tuning] = []
+    end = time.monotonic() + seconds
+    for m, problem, found in zip(ms, problems, tried, strict=True):
+        now = time.monotonic()
+        share = (end - now) / (len(ms) - len(results))  # of the time that is left
+        times = _times(cupy, found, weights, x[:m], now + share, timer)
         best = min(range(len(found)), key=times.__getitem__)
         if times[best] > (1 - NOISE) * times[0]:
             best = 0
         results.append(Tuning(problem, found[best], times[best], times[0], len(found)))
-        seconds -= min(seconds, time.monotonic() - seconds_before)
         if progress is not None:
             progress(results[-1])
     return results
-
-
-def _load(cupy: Any, device: int, plan: Plan) -> None:
-    with cupy.cuda.Device(device):  # a thread's own
-        launch.load(plan)
 
 
 def _times(

@@ -7,13 +7,15 @@ as a `Matrix`: a pointer and a row stride, so that strided arrays need no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from marlin_jit import _tensor_map
 from marlin_jit._array import BFLOAT16, Array
+from marlin_jit._cupy import import_cupy
 from marlin_jit._tensor_map import NO_MAP, tensor_map
 from marlin_jit.device import DeviceInfo, current_device, scratch
 from marlin_jit.jit import Kernel, load_kernel
@@ -199,7 +201,7 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
     kernel = _kernel(plan.build, plan.smem)
     partials = scratch.get("partial sums", plan.partial_bytes) if plan.partial_bytes else None
     counters = scratch.get("arrivals", 4 * plan.counters, zeroed=True) if plan.counters else None
-    zeros = (None, weight.delta16, weight.points16)[_defines(plan.build)["ZEROS"]]
+    zeros = _zeros(weight, _defines(plan.build)["ZEROS"])
     keeps = (weight.B, weight.scales, zeros, partials, counters)
     launch = kernel, (*plan.grid, 1), plan.block, plan.smem
     scratch_addresses = _address(partials), _address(counters)
@@ -233,6 +235,11 @@ def prepare(plan: Plan, rows: int, columns: int, weight: MarlinWeight, *, gated:
         keeps=keeps,
         cluster=plan.cluster,
     )
+
+
+def _zeros(weight: MarlinWeight, kind: int) -> Array | None:
+    """What a kernel whose ``ZEROS`` is `kind` reads of zero points."""
+    return (None, weight.delta16, weight.points16)[kind]
 
 
 def _weight_maps(build: Build, weight: MarlinWeight, zeros: Array | None) -> tuple[bytes, bytes, bytes]:
@@ -284,6 +291,19 @@ def marlin(
 def load(plan: Plan) -> None:
     """Compile and load a plan's kernel ahead of its first launch."""
     _kernel(plan.build, plan.smem)
+
+
+def load_all(plans: Iterable[Plan]) -> None:
+    """The same of many, side by side, on the device that is current here."""
+    cupy = import_cupy()
+    device = cupy.cuda.runtime.getDevice()
+
+    def load_there(plan: Plan) -> None:
+        with cupy.cuda.Device(device):  # a thread's own
+            load(plan)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(load_there, plans))
 
 
 # ---- the correction pair --------------------------------------------------------------------------------
@@ -390,7 +410,7 @@ def dense_weights(weight: MarlinWeight, first: int, out: Array) -> None:
     `first` and the number of columns are multiples of 64; `out` is contiguous.
     """
     problem = problem_of(1, weight, asymmetric=not weight.symmetric)
-    zeros = (None, weight.delta16, weight.points16)[problem.zeros]
+    zeros = _zeros(weight, problem.zeros)
     padded_k, padded_n = weight.padded_shape
     args = (*map(_address, (weight.B, weight.scales, zeros, out)), first // CHUNK_N, padded_n, padded_k)
     kernel = _kernel(_dense_build(problem))

@@ -330,7 +330,7 @@ class MarlinWeight:
                 # Made here, where the check below waits for the device: every stream finds it ready.
                 with np.errstate(over="ignore", invalid="ignore"):
                     object.__setattr__(self, "delta16", self.delta.astype(self.scales.dtype))
-                object.__setattr__(self, "points16", _points16(xp, self.scales, self.delta))
+                object.__setattr__(self, "points16", _points16(self.scales, self.delta))
             in_order = None if self.perm is None else xp.sort(self.perm) == xp.arange(K, dtype=np.int32)
             _check_values(
                 xp,
@@ -478,10 +478,16 @@ def zero_points_below_8(scales: Array, delta: Array) -> tuple[Array, Array]:
         return from_8, scale * from_8 == delta  # exact: an 11-bit scale times 5 bits has no rounding
 
 
-def _points16(xp: Any, scales: Array, delta: Array) -> Array | None:
-    """`MarlinWeight.points16` of a weight whose arrays may still hold what is not finite."""
+def packed_points_below_8(scales: Array, delta: Array) -> Array | None:
+    """`zero_points_below_8` where all are integers that a packed weight may have, z in 0..16; else None."""
     from_8, holds = zero_points_below_8(scales, delta)
-    if not bool((holds & (xp.abs(from_8) <= 8)).all()):
+    return from_8 if bool((holds & (abs(from_8) <= 8)).all()) else None
+
+
+def _points16(scales: Array, delta: Array) -> Array | None:
+    """`MarlinWeight.points16` of a weight whose arrays may still hold what is not finite."""
+    from_8 = packed_points_below_8(scales, delta)
+    if from_8 is None:
         return None
     code_0 = 1024 if scales.dtype == FLOAT16 else 128  # the last place of either is 1
     points: Array = (from_8 - (code_0 + 8)).astype(scales.dtype)

@@ -194,7 +194,11 @@ def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(cliff, "time_launches", time_launches)
     monkeypatch.setattr(cliff, "call", call)
     monkeypatch.setattr(cliff, "explain", explain)
-    monkeypatch.setattr(cliff.launch, "load", lambda plan: seen.loaded.append(plan.build.name))
+
+    def load_all(plans: Any) -> None:
+        seen.loaded.extend(plan.build.name for plan in plans)
+
+    monkeypatch.setattr(cliff.launch, "load_all", load_all)
     monkeypatch.setattr(cliff, "Problem", lambda *a, **b: Problem(*a, **b, xp=np, copies=2))
     monkeypatch.setattr(Problem, "error", lambda *_: seen.error)
 

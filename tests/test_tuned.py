@@ -7,6 +7,8 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,6 +267,24 @@ def test_what_is_worth_trying_begins_with_the_planners_own_and_is_bounded() -> N
         assert worth[0] == found[0] and 1 <= len(worth) <= 20
         assert all(p.microseconds <= 1.3 * found[0].microseconds for p in worth)
         assert max(sum(q.build == p.build for q in worth) for p in worth) <= 4
+
+
+def test_kernels_are_loaded_on_the_device_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin with device 0 as theirs."""
+    current, seen = threading.local(), []
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.device = number
+        yield
+        del current.device
+
+    runtime = SimpleNamespace(getDevice=lambda: 3)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device))
+    monkeypatch.setattr(launch, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(launch, "load", lambda p: seen.append((p, getattr(current, "device", 0))))
+    launch.load_all(range(20))
+    assert sorted(seen) == [(p, 3) for p in range(20)]
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(
