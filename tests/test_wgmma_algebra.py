@@ -135,7 +135,7 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
     c = constants(tile)
     memory = np.full(c.A_BYTES // 2, -1)
     A = np.arange(c.M_TILE * c.K_STAGE).reshape(c.M_TILE, c.K_STAGE)
-    to = find(r"copy_box\(at\.stage\(ring\) \+ (box [^,]*), maps\.a, unit \* K_STAGE \+ (box [^,]*), tile")
+    to = find(r"copy_box\(at\.stage\(ring\) \+ (box [^,]*), maps\.a, unit \* K_STAGE \+ (box [^,]*), row,")
     for box in range(c.K_STAGE // 64):
         start, k0 = (kernel_source.value(to[i], vars(c) | {"box": box}) for i in (1, 2))
         for m in range(c.M_TILE):
@@ -143,6 +143,7 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
                 at = start + m * 128 + ((column ^ (m & 7)) << 4)
                 memory[at // 2 : at // 2 + 8] = A[m, k0 + 8 * column : k0 + 8 * column + 8]
     assert (memory >= 0).all()
+    assert find(r"const int row = first_row\(tile, p\);")
     further = find(r"constexpr int FURTHER = (STEP [^;]*);")[1]
     assert find(r"\(slab\(sums\.open\(\), j\), a\[j\], operand \+ FURTHER / (16)\);")
     used = set()
@@ -339,9 +340,9 @@ def rounded(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
 
 
 def complete(
-    c: Any, boxed: bool, output: np.ndarray, to: np.ndarray, begin: int, ldc: int, rows: int, vectors: int
+    c: Any, boxed: bool, output: np.ndarray, to: np.ndarray, at: int, ldc: int, begin: int, end: int, vectors: int
 ) -> None:
-    """`complete` by all threads of a wn, statement by statement; ``to[begin]`` is where the tile begins.
+    """`complete` by all threads of a wn, statement by statement; ``to[at]`` is where the tile begins.
 
     `c` are constants under its LOG_SLAB.
     """
@@ -359,8 +360,8 @@ def complete(
     names["part"], names["first"] = value(part_of), value(first_of)
     lanes_of = find(rf"lanes\[i\] = ({number});")[1]
     lanes = [value(lanes_of, i=i) for i in range(4)]
-    at = value(find(rf"uint8_t\* at = output \+ (vector_at{number});")[1])
-    target = begin + value(find(rf"to \+= (first {number});")[1])
+    output_at = value(find(rf"uint8_t\* at = output \+ (vector_at{number});")[1])
+    target = at + value(find(rf"to \+= (first {number});")[1])
     exists, from_of = find(
         r"const bool there = M_TILE % STEP == 0 \|\| (first [^<]* < M_TILE); vector\[i\] = "
         r"\*reinterpret_cast<const Vec4\*>\(at \+ \(there \? (.*?) : 0\)\);"
@@ -373,8 +374,8 @@ def complete(
     boxed_row, back_to = find(
         r"if \(BOXED\) \{ if \((row < \w+)\) \*reinterpret_cast<Vec4\*>\(at \+ (.*?)\) = vector\[i\]; \}"
     ).groups()
-    row_exists, part_exists, further = find(
-        r"if \((row < \w+) && (part < \w+)\) \*reinterpret_cast<Vec4\*>\(to\) = vector\[i\]; "
+    row_begins, row_exists, part_exists, further = find(
+        r"if \((row >= \w+) && (row < \w+) && (part < \w+)\) \*reinterpret_cast<Vec4\*>\(to\) = vector\[i\]; "
         r"to \+= (STEP [^;]*);"
     ).groups()
     assert find(r"for \(int pass = 0; pass < PASSES; pass \+= AT_ONCE\)")
@@ -389,7 +390,7 @@ def complete(
         for i in range(c.AT_ONCE):
             loaded = value(exists, of_pass=of_pass, i=i)
             assert loaded.all() or c.M_TILE % c.STEP
-            place = at + np.where(loaded, value(from_of, of_pass=of_pass, i=i), 0)
+            place = output_at + np.where(loaded, value(from_of, of_pass=of_pass, i=i), 0)
             assert (
                 place.max() + 16 <= c.M_TILE * c.COLUMNS * 2
             )  # what is read for nothing is the output's too
@@ -406,10 +407,11 @@ def complete(
             elements = vector[i].reshape(-1, 8)
             if boxed:
                 stored = value(boxed_row)
-                place = at + value(back_to, of_pass=of_pass, i=i)
+                place = output_at + value(back_to, of_pass=of_pass, i=i)
                 output[place[stored, None] // 2 + eight] = elements[stored]
             else:
-                stored = value(row_exists, rows=rows) & value(part_exists, vectors=vectors)
+                stored = value(row_begins, begin=begin) & value(row_exists, end=end)
+                stored &= value(part_exists, vectors=vectors)
                 assert (target[stored] % 8 == 0).all()
                 places = target[stored, None] + eight
                 assert (to[places] == -1).all()
@@ -469,7 +471,7 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     expected = np.split(finished(c, C, gated), c.WG_N, axis=1)
     for wn in range(c.WG_N):
         to = np.full(c.M_TILE * width, -1)
-        complete(c, boxed, memory[wn], to, 0, width, c.M_TILE, width // 8)
+        complete(c, boxed, memory[wn], to, 0, width, 0, c.M_TILE, width // 8)
         if boxed:
             found = boxes_of(c, memory[wn]).transpose(1, 0, 2).reshape(c.M_TILE, -1)
             assert np.array_equal(found[:, :width], expected[wn])
@@ -533,15 +535,16 @@ def store_elements(
     c: Any,
     output: np.ndarray,
     to: np.ndarray,
-    begin: int,
+    at: int,
     ldc: int,
-    rows: int,
+    begin: int,
+    end: int,
     columns: int,
     first_column: int,
 ) -> None:
     """`store_elements` by all threads of a wn. `c` are constants under its LOG_SLAB."""
     names: dict[str, Any] = vars(c) | {"thread": np.arange(c.STORERS), "first_column": first_column}
-    names |= {"rows": rows, "columns": columns, "ldc": ldc}
+    names |= {"begin": begin, "end": end, "columns": columns, "ldc": ldc}
     for head in ("vector_at(int row, int vector)", "turned(int slab, int i)"):
         names[head.partition("(")[0]] = wgmma_function(head, c)
 
@@ -554,12 +557,12 @@ def store_elements(
     step = value(find(r"for \(int first = 0; first < M_TILE; first \+= (STORERS [^)]*)\)")[1])
     names["first"] = np.arange(0, c.M_TILE, step)[:, None]
     names["row"] = value(find(r"const int row = (first \+ \(thread [^;]*);")[1])
-    row_exists, column_exists, to_of, from_of = find(
-        r"if \((row < \w+) && (column < \w+)\) to\[([^\]]*)\] = "
+    row_begins, row_exists, column_exists, to_of, from_of = find(
+        r"if \((row >= \w+) && (row < \w+) && (column < \w+)\) to\[([^\]]*)\] = "
         r"\*reinterpret_cast<const uint16_t\*>\(output \+ (.*?)\);"
     ).groups()
-    exists = value(row_exists) & value(column_exists)
-    target, source = begin + value(to_of)[exists], value(from_of)[exists]
+    exists = value(row_begins) & value(row_exists) & value(column_exists)
+    target, source = at + value(to_of)[exists], value(from_of)[exists]
     assert (source % 2 == 0).all() and len(set(target)) == len(target)
     assert (to[target] == -1).all()
     to[target] = output[source // 2]
@@ -573,7 +576,8 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
 ) -> None:
     """`store_tile`, bounds and offsets as the kernel has them, of whole matrices and of parts of them.
 
-    A box is taken to write the whole of every 16-byte vector of which something exists.
+    A box is taken to write the whole of every 16-byte vector of which something exists. Sums are named by their
+    row of the whole matrix, so that tiles that begin sooner are seen to store their own rows only.
     """
     c = constants(tile, LOG_SLAB=0 if gated else 1)
     text = of_store_tile()
@@ -583,20 +587,21 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
         assert isinstance(found, str)
         return found
 
-    n0_of, rows_of, columns_of = (
-        formula(r", n0 = (\(tile\.n0 [^;]*);"),
-        formula(r"const int rows = (min\([^)]*\)),"),
-        formula(r", columns = (min\([^)]*\));"),
-    )
-    begin_of = formula(r"uint16_t\* to = p\.c \+ ([^;]*);")
-    boxed_if = formula(r"if \((APART &&[^;{]*)\) \{ complete<1, true>\(output, nullptr, 0, 0, 0\);")
+    first_row = wgmma_function("first_row(const Tile& tile, const Problem& p)", c)
+    n0_of = formula(r", n0 = (\(tile\.n0 [^;]*);")
+    begin_of, end_of = re.findall(
+        r"m0 = first_row\(tile, p\), begin = ([^;]*), end = (min\([^;]*\)); const int columns", text
+    )[0]
+    columns_of = formula(r"const int columns = (min\([^)]*\));")
+    to_of = formula(r"uint16_t\* to = p\.c \+ ([^;]*);")
+    boxed_if = formula(r"if \((APART &&[^;{]*)\) \{ complete<1, true>\(output, nullptr, 0, 0, 0, 0\);")
     x_of, y_of = re.findall(r"store_box\(boxes, ([^,]*), ([^,]*), ", text)[0]
     vectors_of = formula(r"vectors = (aligned [^;]*);")
     by_vectors = formula(
-        r"if \(([^;{]*)\) \{ if \(p\.gated\) complete<0, false>\(output, to, p\.ldc, rows, vectors\); "
-        r"else complete<1, false>\(output, to, p\.ldc, rows, vectors\); \}"
+        r"if \(([^;{]*)\) \{ if \(p\.gated\) complete<0, false>\(output, to, p\.ldc, begin, end, vectors\); "
+        r"else complete<1, false>\(output, to, p\.ldc, begin, end, vectors\); \}"
     )
-    elements = r"\(output, to, p\.ldc, rows, columns, ([^;]*)\);"
+    elements = r"\(output, to, p\.ldc, begin, end, columns, ([^;]*)\);"
     by_elements, *first_column = re.findall(
         rf"if \(([^;{{]*)\) \{{ if \(p\.gated\) store_elements<0>{elements} else store_elements<1>{elements}",
         text,
@@ -610,6 +615,7 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
         (tiles * width, tiles * c.M_TILE),
         (tiles * width - 8, tiles * c.M_TILE - 3),  # boxes, of which the last is not whole
         (width // 2 - 1, 5),  # of the second warpgroup there are no columns, of the second tile fewer
+        (tiles * width, c.M_TILE + 1),  # one row is the second tile's own
         *rng.integers(1, (tiles * width, tiles * c.M_TILE), (6, 2)),
     ]
     by_boxes = 0
@@ -620,6 +626,8 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
             names: dict[str, Any] = vars(c) | {"halved": int(gated), "aligned": aligned, "last": last}
             names["p"] = SimpleNamespace(n=int(n), m=int(m), ldc=ldc, gated=gated)
             names["tile"] = SimpleNamespace(m0=m0, n0=tile_n0)
+            names["m0"] = first = first_row(names["tile"], names["p"])
+            assert 0 <= first and (first + c.M_TILE <= m or first == 0)  # no rows but those there are
             for wn in range(c.WG_N):
 
                 def value(formula: str, names: dict[str, Any] = names) -> Any:
@@ -628,12 +636,13 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
                 names["w"] = SimpleNamespace(wn=wn)
                 names["n0"] = value(n0_of)
                 names["columns"] = Truncated(value(columns_of))
-                rows, begin = value(rows_of), value(begin_of)
-                image = memory[wn] + (m0 + tile_n0) * 10**6
+                at, begin, end = value(to_of), value(begin_of), value(end_of)
+                image = memory[wn] + first * c.TILE_N + tile_n0 * 10**6
+                names["begin"] = begin
                 if value(boxed_if):
                     by_boxes += 1
                     assert aligned and not gated and not last
-                    complete(c, True, image, to, 0, 0, 0, 0)
+                    complete(c, True, image, to, 0, 0, 0, 0, 0)
                     for i, box in enumerate(boxes_of(c, image)):
                         names["i"] = i
                         x, y = value(x_of), value(y_of)
@@ -645,13 +654,12 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
                     continue
                 names["vectors"] = vectors = value(vectors_of)
                 if value(by_vectors):
-                    complete(c, False, image, to, begin, ldc, rows, vectors)
+                    complete(c, False, image, to, at, ldc, begin, end, vectors)
                 if value(by_elements):
                     start = value(first_column[0])
-                    store_elements(c, image, to, begin, ldc, rows, names["columns"], start)
+                    store_elements(c, image, to, at, ldc, begin, end, names["columns"], start)
         row, column = np.mgrid[: tiles * c.M_TILE, :ldc]
-        m0, tile_n0 = row // c.M_TILE * c.M_TILE, column // width * c.TILE_N
-        expected = output[row % c.M_TILE, column % width] + (m0 + tile_n0) * 10**6
+        expected = output[0, column % width] + row * c.TILE_N + column // width * c.TILE_N * 10**6
         expected[m:], expected[:, n:] = -1, -1
         assert np.array_equal(to[: expected.size].reshape(expected.shape), expected)
         assert (to[expected.size :] == -1).all()

@@ -135,6 +135,10 @@ __device__ __forceinline__ Tile place_of(int tile, const Problem& p) {
     return p.m <= M_TILE ? Tile{0, tile * TILE_N} : tile_at<M_TILE, TILE_N>(tile, p.m, p.padded_n);
 }
 
+// The first of the rows that a tile multiplies. Where its last ones would not exist (copies take longer for rows out of
+// bounds than for others) it begins sooner, if it can: what belongs to the tile before is then not stored.
+__device__ __forceinline__ int first_row(const Tile& tile, const Problem& p) { return max(0, min(tile.m0, p.m - M_TILE)); }
+
 // ---- global -> shared: the producer --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
@@ -149,12 +153,11 @@ __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, con
         if (ZEROS) copy_box(stage + Z_AT, maps.zeros, tile.n0, row, full);
     }
 }
-__device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
-                                                 int unit) {
+__device__ __forceinline__ void copy_activations(uint32_t ring, const Place& at, const Maps& maps, int row, int unit) {
     if (!elected()) return;
 #pragma unroll
     for (int box = 0; box < K_STAGE / 64; box++)
-        copy_box(at.stage(ring) + box * BOX_BYTES, maps.a, unit * K_STAGE + box * 64, tile.m0, at.full(ring));
+        copy_box(at.stage(ring) + box * BOX_BYTES, maps.a, unit * K_STAGE + box * 64, row, at.full(ring));
 }
 
 __device__ __forceinline__ void prefetch(const Maps& maps) {
@@ -194,6 +197,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
         const Tile tile = place_of(piece.tile, p);
+        const int row = first_row(tile, p);
         int unit = piece.first;
         if (!begun) {
             const int filled = min(piece.last, unit + STAGES);
@@ -202,7 +206,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             for (int i = unit; i < filled; i++, first.advance()) copy_weights(ring, first, maps, tile, i);
             wait_for_previous_grid();
 #pragma unroll 1
-            for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, tile, unit);
+            for (; unit < filled; unit++, at.advance()) copy_activations(ring, at, maps, row, unit);
             begun = true;
         }
 #pragma unroll 1
@@ -214,7 +218,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             }
             barrier_wait(at.empty(ring), at.parity ^ 1);
             copy_weights(ring, at, maps, tile, unit);
-            copy_activations(ring, at, maps, tile, unit);
+            copy_activations(ring, at, maps, row, unit);
         }
         const bool shares = piece.last - piece.first < deal.units;
         if (shares) tell(smem, at.before(), piece, pieces, deal, counters);
@@ -561,10 +565,10 @@ __device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t outp
 // How many slabs from its own one on the vector is that a slab's pair i is in.
 __device__ __forceinline__ int turned(int slab, int i) { return ((slab - i * J) & 3) - slab; }
 
-// Completes the vectors of a tile's rows, and puts them back (BOXED) or into global memory, as far as they exist. A slab has
-// 1 << LOG_SLAB of them.
+// Completes the vectors of a tile's rows, and puts them back (BOXED) or those of [begin, end) into global memory, as far as
+// they exist. A slab has 1 << LOG_SLAB of them.
 template <int LOG_SLAB, bool BOXED>
-__device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t ldc, int rows, int vectors) {
+__device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t ldc, int begin, int end, int vectors) {
     constexpr int LOG = LOG_VECTORS - 1 + LOG_SLAB, STEP = STORERS >> LOG;  // 1 << LOG lanes take a row together
     constexpr int PASSES = (M_TILE + STEP - 1) / STEP;
     constexpr int AT_ONCE = PASSES % 4 == 0 ? 4 : PASSES % 3 == 0 ? 3 : PASSES % 2 == 0 ? 2 : 1;
@@ -593,7 +597,7 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
             if (BOXED) {
                 if (row < M_TILE) *reinterpret_cast<Vec4*>(at + (pass + i) * (STEP * 128)) = vector[i];
             } else {
-                if (row < rows && part < vectors) *reinterpret_cast<Vec4*>(to) = vector[i];
+                if (row >= begin && row < end && part < vectors) *reinterpret_cast<Vec4*>(to) = vector[i];
                 to += STEP * ldc;
             }
         }
@@ -603,15 +607,15 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
 // Stores the columns from `first_column` on by elements, neighbours side by side. Every thread makes as many passes: see
 // barrier_wait.
 template <int LOG_SLAB>
-__device__ __forceinline__ void store_elements(const uint8_t* output, uint16_t* to, int64_t ldc, int rows, int columns,
-                                               int first_column) {
+__device__ __forceinline__ void store_elements(const uint8_t* output, uint16_t* to, int64_t ldc, int begin, int end,
+                                               int columns, int first_column) {
     const int log = first_column > 0 ? 3 : LOG_VECTORS - 1 + LOG_SLAB + 3, thread = thread_anew() % STORERS;
     const int column = first_column + (thread & ((1 << log) - 1));
     const int vector = column / 8 + (turned(column >> (3 + LOG_SLAB) & 3, column / 2 % 4) << LOG_SLAB);
 #pragma unroll 1
     for (int first = 0; first < M_TILE; first += STORERS >> log) {
         const int row = first + (thread >> log);
-        if (row < rows && column < columns)
+        if (row >= begin && row < end && column < columns)
             to[row * ldc + column] = *reinterpret_cast<const uint16_t*>(output + vector_at(row, vector) + column % 8 * 2);
     }
 }
@@ -622,8 +626,9 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
                                            const Tile& tile, const Warp& w, int warp, bool last) {
     uint8_t* output = smem + OUTPUT_AT + w.wn * (M_TILE * COLUMNS * 2);
     const int halved = p.gated ? 1 : 0, n0 = (tile.n0 + w.wn * COLUMNS) >> halved;
-    const int rows = min(M_TILE, p.m - tile.m0), columns = min(COLUMNS >> halved, p.n - n0);  // none if negative
-    uint16_t* to = p.c + tile.m0 * p.ldc + n0;
+    const int m0 = first_row(tile, p), begin = tile.m0 - m0, end = min(M_TILE, p.m - m0);
+    const int columns = min(COLUMNS >> halved, p.n - n0);  // none if negative
+    uint16_t* to = p.c + m0 * p.ldc + n0;
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
     if (OUTPUT_AT == 0) Consumers::sync();  // sums lay there
     if (APART) {                            // or the tile before
@@ -635,9 +640,9 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     else
         round_tile(own, shared_address(output), p, tile, w);
     sync_storers(w);
-    // Of a vector that exists in part a box would write all.
-    if (APART && aligned && !last && !p.gated && columns % 8 == 0) {
-        complete<1, true>(output, nullptr, 0, 0, 0);
+    // Boxes would write all of a vector that exists in part, and another tile's rows.
+    if (APART && aligned && !last && !p.gated && columns % 8 == 0 && begin == 0) {
+        complete<1, true>(output, nullptr, 0, 0, 0, 0);
         hand_to_copies();
         sync_storers(w);
         if (sends(warp)) {
@@ -650,15 +655,15 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
     const int vectors = aligned ? columns / 8 : 0;  // of a row
     if (vectors > 0) {
         if (p.gated)
-            complete<0, false>(output, to, p.ldc, rows, vectors);
+            complete<0, false>(output, to, p.ldc, begin, end, vectors);
         else
-            complete<1, false>(output, to, p.ldc, rows, vectors);
+            complete<1, false>(output, to, p.ldc, begin, end, vectors);
     }
     if (vectors * 8 < columns) {
         if (p.gated)
-            store_elements<0>(output, to, p.ldc, rows, columns, vectors * 8);
+            store_elements<0>(output, to, p.ldc, begin, end, columns, vectors * 8);
         else
-            store_elements<1>(output, to, p.ldc, rows, columns, vectors * 8);
+            store_elements<1>(output, to, p.ldc, begin, end, columns, vectors * 8);
     }
 }
 
