@@ -6,6 +6,7 @@ time it takes is bounded. Plans take turns in random order, since a GPU at its p
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -83,11 +84,10 @@ def tune(
     rows = [as_integer("m", m) for m in ms]
     if not rows or min(rows) < 1 or not seconds > 0:
         raise ValueRangeError(f"rows and seconds must be positive, got {rows} and {seconds}")
-    cupy = import_cupy()
-    with cupy.cuda.Device(w.B.device.id):
+    with import_cupy().cuda.Device(w.B.device.id):
         gpu = device_info(w.B.device.id).name
         tuned.destination(gpu)  # said before time is spent
-        found = _tune(cupy, w, sorted(set(rows)), seconds, progress)
+        found = _tune(w, sorted(set(rows)), seconds, progress)
         tuned.record(found, gpu)
     return found
 
@@ -103,24 +103,19 @@ def worth_trying(found: list[Plan]) -> list[Plan]:
     return worth[:_MOST]
 
 
-def _tune(
-    cupy: Any, w: MarlinWeight, ms: list[int], seconds: float, progress: Progress | None
-) -> list[Tuning]:
+def _tune(w: MarlinWeight, ms: list[int], seconds: float, progress: Progress | None) -> list[Tuning]:
     limits = launch.limits_of(current_device())
     problems = [launch.problem_of(m, w, asymmetric=not w.symmetric) for m in ms]
     tried = [worth_trying(plans(problem, limits)) for problem in problems]
     launch.load_all({(plan.build, plan.smem): plan for found in tried for plan in found}.values())
-    weights = [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
-    random_x = cupy.random.default_rng(0).standard_normal((ms[-1], launch.whole_vectors(w.K)), dtype="f4")
-    x = random_x.astype(w.dtype)
-    x[:, w.K :] = 0
+    weights, x = rotated(w), random_rows(w, ms[-1])
     timer = CupyTimer()  # waits for what was enqueued before
     results: list[Tuning] = []
     end = time.monotonic() + seconds
     for m, problem, found in zip(ms, problems, tried, strict=True):
         now = time.monotonic()
         share = (end - now) / (len(ms) - len(results))  # of the time that is left
-        times = _times(cupy, found, weights, x[:m], now + share, timer)
+        times = time_plans(found, weights, x[:m], timer, until=now + share)
         best = min(range(len(found)), key=times.__getitem__)
         if times[best] > (1 - NOISE) * times[0]:
             best = 0
@@ -130,10 +125,56 @@ def _tune(
     return results
 
 
-def _times(
-    cupy: Any, found: list[Plan], weights: list[MarlinWeight], x: Any, end: float, timer: CupyTimer
+def rotated(w: MarlinWeight) -> list[MarlinWeight]:
+    """The weight and as many copies of its codes as `marlin_jit.timing` rotates over."""
+    return [w, *(replace(w, B=w.B.copy()) for _ in range(plan_copies(w.nbytes) - 1))]
+
+
+def random_rows(w: MarlinWeight, rows: int) -> Any:
+    """Activations as the tiled kernels read them: standard normal, zeros up to whole vectors."""
+    cupy = import_cupy()
+    values = cupy.random.default_rng(0).standard_normal((rows, launch.whole_vectors(w.K)), dtype="f4")
+    x = values.astype(w.dtype)
+    x[:, w.K :] = 0
+    return x
+
+
+def time_plans(
+    found: list[Plan],
+    weights: list[MarlinWeight],
+    x: Any,
+    timer: CupyTimer,
+    *,
+    until: float = math.inf,
+    rounds: int = _MOST_ROUNDS,
+    sample_us: float = _SAMPLE_US,
 ) -> list[float]:
-    """Microseconds a launch of each plan: medians over rounds in which each has a turn, until `end`."""
+    """Time plans of one problem beside each other.
+
+    Parameters
+    ----------
+    found : list of Plan
+        Their kernels are loaded.
+    weights, x
+        As `rotated` and `random_rows` make them.
+    until : float
+        A moment of `time.monotonic`; after the third round none begins later.
+    rounds : int
+        Most of them.
+    sample_us : float
+        About how long a plan works at a time, within two launches and two for each copy.
+
+    Returns
+    -------
+    list of float
+        Microseconds a launch of each plan: medians over rounds, in which each has a turn, in random order.
+
+    Raises
+    ------
+    MarlinJitError
+        A plan's result is not like the first one's.
+    """
+    cupy = import_cupy()
     rows, columns = x.shape[0], weights[0].N
     given = launch.Matrix(x.data.ptr, x.shape[1], rows, weights[0].K)
     # The first plan's result is what the others' must be like, but for the order of additions.
@@ -152,12 +193,12 @@ def _times(
         timer.run(partial(launches, plan, [0], y))
         timer.synchronize()
         _agree(cupy, y[:, :columns], like[:, :columns], plan)
-        count = max(2, min(2 * len(weights), round(_SAMPLE_US / plan.microseconds)))
+        count = max(2, min(2 * len(weights), round(sample_us / plan.microseconds)))
         graphs.append((timer.capture(partial(launches, plan, range(count), y)), count))
     samples: list[list[float]] = [[] for _ in found]
     order = random.Random(0)
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and time.monotonic() > end:
+    for number in range(rounds):
+        if number >= _LEAST_ROUNDS and time.monotonic() > until:
             break
         marks = []
         for i in order.sample(range(len(graphs)), len(graphs)):

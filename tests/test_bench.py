@@ -622,7 +622,7 @@ def test_a_lost_context_is_fatal() -> None:
     [
         ("-m", "benchmarks.run", "--quick"),
         ("-m", "benchmarks.cliff"),
-        ("-m", "benchmarks.sweep", "no.json"),
+        ("-m", "benchmarks.sweep"),
         ("tests/gpu/sanitize.py",),
     ],
 )

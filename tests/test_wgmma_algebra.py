@@ -340,7 +340,15 @@ def rounded(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
 
 
 def complete(
-    c: Any, boxed: bool, output: np.ndarray, to: np.ndarray, at: int, ldc: int, begin: int, end: int, vectors: int
+    c: Any,
+    boxed: bool,
+    output: np.ndarray,
+    to: np.ndarray,
+    at: int,
+    ldc: int,
+    begin: int,
+    end: int,
+    vectors: int,
 ) -> None:
     """`complete` by all threads of a wn, statement by statement; ``to[at]`` is where the tile begins.
 
@@ -576,8 +584,8 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
 ) -> None:
     """`store_tile`, bounds and offsets as the kernel has them, of whole matrices and of parts of them.
 
-    A box is taken to write the whole of every 16-byte vector of which something exists. Sums are named by their
-    row of the whole matrix, so that tiles that begin sooner are seen to store their own rows only.
+    A box is taken to write the whole of every 16-byte vector of which something exists. Sums are named by
+    their row of the whole matrix, so that tiles that begin sooner are seen to store their own rows only.
     """
     c = constants(tile, LOG_SLAB=0 if gated else 1)
     text = of_store_tile()
@@ -627,7 +635,7 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
             names["p"] = SimpleNamespace(n=int(n), m=int(m), ldc=ldc, gated=gated)
             names["tile"] = SimpleNamespace(m0=m0, n0=tile_n0)
             names["m0"] = first = first_row(names["tile"], names["p"])
-            assert 0 <= first and (first + c.M_TILE <= m or first == 0)  # no rows but those there are
+            assert first >= 0 and (first + c.M_TILE <= m or first == 0)  # no rows but those there are
             for wn in range(c.WG_N):
 
                 def value(formula: str, names: dict[str, Any] = names) -> Any:
