@@ -57,7 +57,7 @@ def records_of(k: int, n: int, m: int, found: Sequence[plan.Plan], times: Iterab
 
 
 def losses(records: Iterable[Record]) -> list[Record]:
-    """By problem: k, n, m, the chosen plan's time `us`, the `best` one's, and how much longer it is: `loss`."""
+    """By problem: k, n, m, the chosen plan's time `us`, the `best` one's, and the excess, `loss`."""
     found = []
     for (k, n, m), of_problem in groupby(records, key=lambda r: (r["k"], r["n"], r["m"])):
         us = [record["us"] for record in of_problem]
