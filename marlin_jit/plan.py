@@ -669,13 +669,13 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
     if isinstance(tile, WgmmaTile):
         # Two instructions a k16 step share what surrounds them; few rows take an instruction's time too.
         if tile.slabs == 1:
-            chunk = 0.1485 + 0.00122 * tile.m_tile + 0.00067 * max(0, tile.m_tile - 72)
+            chunk = 0.128 + 0.00139 * tile.m_tile + 0.00081 * max(0, tile.m_tile - 72)
         elif tile.wg_k == 2:
-            chunk = 0.1065 + 0.00114 * max(20, tile.m_tile)
+            chunk = 0.0667 + 0.0024 * max(20, tile.m_tile)
         else:
-            chunk = 0.00291 * tile.m_tile - 0.02
+            chunk = 0.00281 * tile.m_tile - 0.0084
         if tile.m_tile <= 64 and not tile.scales_sums(problem.group_size, problem.zeros):
-            chunk += 0.0155
+            chunk += 0.0063
         return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
@@ -727,11 +727,11 @@ def _gemm_microseconds(
     return _START + work + exchange + 2.25 + again
 
 
-_WGMMA_STREAM = 4.57e6  # as _STREAM, seen from grids that overlap
-# Multiplications and additions a microsecond at the power limit, in tiles of 256 columns and of 128: these
-# fetch activations twice as often, which is seen from thousands of rows on.
-_WGMMA_POWER = 732e6, 710e6
-_MANY_ROWS = 2048
+_WGMMA_STREAM = 5.2e6  # as _STREAM, seen from grids that overlap
+# Multiplications and additions a microsecond at the power limit: the fewer rows of a tile, the more unpacking
+# a product takes. Tiles of 128 columns fetch activations twice as often, seen from thousands of rows on.
+_WGMMA_POWER, _UNPACKING_ROWS = 1024e6, 33
+_MANY_ROWS, _NARROW = 2048, 0.975
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
@@ -740,31 +740,33 @@ def _wgmma_microseconds(
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
     resident = _ceil_div(grid, limits.sm_count)
-    unit = _unit_microseconds(tile, problem) * (1.0 if resident == 1 else 0.945)
+    unit = _unit_microseconds(tile, problem)
     work = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count) * unit
     flops = 2 * tiles * units * tile.m_tile * tile.n_tile * tile.k_stage
-    narrow = tile.n_tile <= 128 and problem.m >= _MANY_ROWS
-    work = _both(work, flops / _WGMMA_POWER[narrow], 8)
+    power = _WGMMA_POWER / (1 + _UNPACKING_ROWS / tile.m_tile)
+    if tile.n_tile <= 128 and problem.m >= _MANY_ROWS:
+        power *= _NARROW
+    work = _both(work, flops / power, 8)
     # More blocks wait longer for the first bytes; few leave SMs idle, whose share of L2 others do not get.
     full = grid / limits.sm_count
     took = 0.8 + min(1.0, max(0.4, full)) + 1.8 * max(0.0, 1.0 - full)
     took += _both(work, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
-    turn = 1.4 if tile.apart else 2.1  # that a block takes to begin another tile
+    turn = 1.12 if tile.apart else 2.59  # that a block takes to begin another tile
     if not split_tiles:
         return took + turn * (turns - 1)
     kilobytes = tile.partial_bytes / 1024
     sharers = _sharers(grid, split_tiles, each)
-    took += 0.029 * kilobytes if resident > 1 else 0.0
+    took += 0.022 * kilobytes if resident > 1 else 0.0
     if each:
         # The longer the last block is at work after the others, the more of the exchange is over by then.
         lead = (units - sharers * each) * unit * resident
-        hidden = max(0.0, 4.25 + 0.071 * kilobytes - lead)
-        return took + sharers * (0.0045 * kilobytes + 0.23) + 0.268 * hidden
+        hidden = max(0.0, 5.98 + 0.331 * kilobytes - lead)
+        return took + sharers * (0.0096 * kilobytes + 0.088) + 0.124 * hidden
     # Blocks walk k out of step: of activations that caches cannot hold more is read again.
     beyond = min(1.0, max(0.0, 2 * problem.m * problem.padded_k / _L2 - 1.0))
-    again = 0.126 * beyond * min(1.0, split_tiles / tiles) * work
-    exchange = sharers * (0.0164 * kilobytes + 0.04) + 1.65
+    again = 0.07 * beyond * min(1.0, split_tiles / tiles) * work
+    exchange = sharers * (0.0348 * kilobytes + 0.102) + 0.593
     return took + exchange + turn * (split_tiles / grid + turns) + again
 
 
