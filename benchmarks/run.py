@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import queue
+import random
 import subprocess
 import sys
 import threading
@@ -192,8 +193,7 @@ class Run:
         """Measure one layer with every library and append the records.
 
         The libraries prepare (and compile) together, when nothing is timed; then one number is taken at a
-        time, each pass in the opposite order of the one before. Few rows take all passes before many rows are
-        timed: a GPU at its power limit runs slower for a while.
+        time (see `passes_over`). Few rows take all passes before many rows are timed, which leave a GPU hot.
         """
         answers: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
         reasons = self._open_all(k, n)
@@ -206,12 +206,7 @@ class Run:
         ]
         few = [point for point in points if point[2] <= SINGLE_MAX_M]
         many = [point for point in points if point[2] > SINGLE_MAX_M]
-        turns = [
-            point
-            for part in (few, many)
-            for number in range(self.passes)
-            for point in (part if number % 2 == 0 else part[::-1])
-        ]
+        turns = [point for part in (few, many) for point in passes_over(part, self.passes)]
         for library, variant, m in turns:
             worker = self.workers[library]
             if library in reasons:
@@ -311,6 +306,20 @@ class Run:
     ) -> dict[str, Any]:
         layer = {"library": library, "variant": variant, "k": k, "n": n, "m": m}
         return layer | {"group_size": self.group_size, "dtype": self.dtype} | combine(answers, reason)
+
+
+def passes_over(points: Sequence[Any], passes: int) -> list[Any]:
+    """The points in the order of the first pass and backwards, then in pairs of random orders like that.
+
+    What a GPU at its power limit did just before shows in the next number: with two passes every point has
+    the same neighbours twice.
+    """
+    turns, order = [], list(points)
+    for number in range(passes):
+        if number and number % 2 == 0:
+            random.Random(number).shuffle(order)
+        turns += order if number % 2 == 0 else order[::-1]
+    return turns
 
 
 def combine(answers: Sequence[dict[str, Any]], reason: str) -> dict[str, Any]:

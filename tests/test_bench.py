@@ -522,6 +522,14 @@ def test_few_rows_take_all_passes_before_many_rows(monkeypatch: pytest.MonkeyPat
     assert [record["pass_us"] for record in measured.records] == [[5.0, 5.0]] * 4
 
 
+def test_passes_beyond_two_have_random_orders_in_pairs() -> None:
+    turns = run.passes_over("abcdefgh", 5)
+    passes = ["".join(turns[i : i + 8]) for i in range(0, 40, 8)]
+    assert passes[:2] == ["abcdefgh", "hgfedcba"] and passes[3] == passes[2][::-1]
+    assert all(sorted(order) == list("abcdefgh") for order in passes) and len(set(passes)) == 5
+    assert turns == run.passes_over("abcdefgh", 5) and run.passes_over([], 3) == []
+
+
 def test_clock_and_power_are_read_once_a_layer_while_most_rows_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
