@@ -673,10 +673,10 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
         elif tile.wg_k == 2:
             chunk = 0.0667 + 0.0024 * max(20, tile.m_tile)
         else:
-            chunk = 0.00281 * tile.m_tile - 0.0084
+            chunk = 0.00276 * tile.m_tile - 0.0008
         if tile.m_tile <= 64 and not tile.scales_sums(problem.group_size, problem.zeros):
             chunk += 0.0063
-        return (chunk + (0.007 if problem.zeros else 0.0)) * chunks
+        return (chunk + (0.0107 if problem.zeros else 0.0)) * chunks
     chunk = 0.094 + (0.0034 + 0.0007 / tile.warps_n) * tile.m_tile
     if problem.zeros:
         chunk += 0.008
@@ -730,8 +730,8 @@ def _gemm_microseconds(
 _WGMMA_STREAM = 5.2e6  # as _STREAM, seen from grids that overlap
 # Multiplications and additions a microsecond at the power limit: the fewer rows of a tile, the more unpacking
 # a product takes. Tiles of 128 columns fetch activations twice as often, seen from thousands of rows on.
-_WGMMA_POWER, _UNPACKING_ROWS = 1024e6, 33
-_MANY_ROWS, _NARROW = 2048, 0.975
+_WGMMA_POWER, _UNPACKING_ROWS = 1045e6, 34
+_MANY_ROWS, _NARROW = 2048, 0.95
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
@@ -752,7 +752,7 @@ def _wgmma_microseconds(
     took = 0.8 + min(1.0, max(0.4, full)) + 1.8 * max(0.0, 1.0 - full)
     took += _both(work, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
-    turn = 1.12 if tile.apart else 2.59  # that a block takes to begin another tile
+    turn = 1.4 if tile.apart else 2.59  # that a block takes to begin another tile
     if not split_tiles:
         return took + turn * (turns - 1)
     kilobytes = tile.partial_bytes / 1024
@@ -765,8 +765,8 @@ def _wgmma_microseconds(
         return took + sharers * (0.0096 * kilobytes + 0.088) + 0.124 * hidden
     # Blocks walk k out of step: of activations that caches cannot hold more is read again.
     beyond = min(1.0, max(0.0, 2 * problem.m * problem.padded_k / _L2 - 1.0))
-    again = 0.07 * beyond * min(1.0, split_tiles / tiles) * work
-    exchange = sharers * (0.0348 * kilobytes + 0.102) + 0.593
+    again = (0.0914 if tile.n_tile <= 128 else 0.0687) * beyond * min(1.0, split_tiles / tiles) * work
+    exchange = sharers * (0.0335 * kilobytes + 0.102) + 0.786
     return took + exchange + turn * (split_tiles / grid + turns) + again
 
 
