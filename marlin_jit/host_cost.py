@@ -27,7 +27,8 @@ __all__ = ["HostCost", "measure_host", "time_calls"]
 
 CALLS = 200
 """Calls in a batch. CUDA queues some thousand launches."""
-BATCHES = 30
+BATCHES = 150
+"""Together some tenths of a second: a processor that was idle is slow for a while."""
 FIRST_CALLS = 20
 
 
