@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from benchmarks.plot import require_matplotlib
+from benchmarks.plot import require_matplotlib, save
 from benchmarks.report import align, compact, fraction, number, write_text
 from benchmarks.run import Budget, environment, parse_shape
 from benchmarks.shapes import SHAPES
@@ -286,7 +286,6 @@ def measure_layer(
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw time over M, a line a layer, as SVG: the same bytes from the same document."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -303,8 +302,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    with matplotlib.rc_context({"svg.hashsalt": SCHEMA}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    save(figure, path, salt=SCHEMA, svg=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

@@ -29,6 +29,15 @@ def require_matplotlib() -> None:
         sys.exit(2)
 
 
+def save(figure: Any, path: Path, *, salt: str, svg: bool) -> None:
+    """Write a figure: as SVG, in the same bytes for the same data; else as the name's end tells."""
+    import matplotlib
+
+    metadata = {"Date": None} if svg else None
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(path, format="svg" if svg else None, metadata=metadata)
+
+
 @click.command()
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
@@ -71,9 +80,7 @@ def main(results: Path, picture: Path) -> None:
     for axis in axes.flat[len(layers) :]:
         axis.remove()
     axes.flat[0].legend(fontsize="small")
-    same = {"Date": None} if picture.suffix == ".svg" else None  # the same bytes from the same results
-    with matplotlib.rc_context({"svg.hashsalt": data["schema"]}):
-        figure.savefig(picture, metadata=same)
+    save(figure, picture, salt=data["schema"], svg=picture.suffix == ".svg")
 
 
 if __name__ == "__main__":

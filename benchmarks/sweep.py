@@ -21,9 +21,9 @@ import click
 from benchmarks.report import align, compact, number, write_text
 from benchmarks.run import Budget, environment, parse_shape
 from benchmarks.shapes import SHAPES
-from marlin_jit import autotune, launch, plan
+from marlin_jit import autotune, plan
 from marlin_jit.bench import DTYPES, random_weight, read_nvidia_smi
-from marlin_jit.device import current_device, unavailable_reason
+from marlin_jit.device import unavailable_reason
 from marlin_jit.timing import CupyTimer
 
 SCHEMA = "marlin-jit-sweep/1"
@@ -86,13 +86,10 @@ def sweep_layer(
 ) -> tuple[list[Record], bool]:
     """Time the plans of one layer; the records, and whether time sufficed for all M."""
     weight = random_weight(k, n, group, DTYPES[dtype], zeros)
-    limits = launch.limits_of(current_device())
-    problems = [launch.problem_of(m, weight, asymmetric=zeros != plan.Zeros.NONE) for m in ms]
-    tried = [autotune.worth_trying(plan.plans(problem, limits)) for problem in problems]
-    launch.load_all({(p.build, p.smem): p for found in tried for p in found}.values())
+    tried = autotune.candidates(weight, ms)
     weights, x, timer = autotune.rotated(weight), autotune.random_rows(weight, max(ms)), CupyTimer()
     records: list[Record] = []
-    for problem, found in zip(problems, tried, strict=True):
+    for problem, found in tried:
         if budget.left < 1.0:
             return records, False
         rows = x[: problem.m]

@@ -20,7 +20,7 @@ from marlin_jit._array import BFLOAT16, FLOAT16, as_integer, is_device_array
 from marlin_jit._cupy import import_cupy
 from marlin_jit.device import current_device, device_info
 from marlin_jit.errors import DeviceError, DTypeError, MarlinJitError, ValueRangeError
-from marlin_jit.plan import Plan, plans
+from marlin_jit.plan import Plan, Problem, plans
 from marlin_jit.timing import CupyTimer, plan_copies
 from marlin_jit.tuned import Tuning
 from marlin_jit.weight import MarlinWeight
@@ -103,19 +103,25 @@ def worth_trying(found: list[Plan]) -> list[Plan]:
     return worth[:_MOST]
 
 
-def _tune(w: MarlinWeight, ms: list[int], seconds: float, progress: Progress | None) -> list[Tuning]:
+def candidates(w: MarlinWeight, ms: Iterable[int]) -> list[tuple[Problem, list[Plan]]]:
+    """For each number of rows the problem and its plans that are worth trying, their kernels loaded."""
     limits = launch.limits_of(current_device())
     problems = [launch.problem_of(m, w, asymmetric=not w.symmetric) for m in ms]
-    tried = [worth_trying(plans(problem, limits)) for problem in problems]
-    launch.load_all({(plan.build, plan.smem): plan for found in tried for plan in found}.values())
+    tried = [(problem, worth_trying(plans(problem, limits))) for problem in problems]
+    launch.load_all({(plan.build, plan.smem): plan for _, found in tried for plan in found}.values())
+    return tried
+
+
+def _tune(w: MarlinWeight, ms: list[int], seconds: float, progress: Progress | None) -> list[Tuning]:
+    tried = candidates(w, ms)
     weights, x = rotated(w), random_rows(w, ms[-1])
     timer = CupyTimer()  # waits for what was enqueued before
     results: list[Tuning] = []
     end = time.monotonic() + seconds
-    for m, problem, found in zip(ms, problems, tried, strict=True):
+    for problem, found in tried:
         now = time.monotonic()
         share = (end - now) / (len(ms) - len(results))  # of the time that is left
-        times = time_plans(found, weights, x[:m], timer, until=now + share)
+        times = time_plans(found, weights, x[: problem.m], timer, until=now + share)
         best = min(range(len(found)), key=times.__getitem__)
         if times[best] > (1 - NOISE) * times[0]:
             best = 0

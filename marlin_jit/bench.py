@@ -221,11 +221,9 @@ class Problem:
         return to_host(picked).view(DTYPES[self.dtype])
 
 
-def random_weight(
-    k: int, n: int, group_size: int, kind: np.dtype[Any], zeros: Zeros, seed: int = 0
-) -> MarlinWeight:
+def random_weight(k: int, n: int, group_size: int, kind: np.dtype[Any], zeros: Zeros) -> MarlinWeight:
     """A random layer made on the current device: quicker than a `Problem`, which knows its products."""
-    rng = import_cupy().random.default_rng(seed)
+    rng = import_cupy().random.default_rng(0)
     groups = group_count(k, group_size)
     codes = rng.integers(0, 16, (k, n), dtype=np.uint8)
     scale = (0.01 + 0.01 * rng.random((groups, n), dtype=np.float32)).astype(kind)

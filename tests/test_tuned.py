@@ -269,6 +269,57 @@ def test_what_is_worth_trying_begins_with_the_planners_own_and_is_bounded() -> N
         assert max(sum(q.build == p.build for q in worth) for p in worth) <= 4
 
 
+def small_weight(zeros: bool) -> mj.MarlinWeight:
+    points = np.full((2, 64), 9, np.uint8) if zeros else np.full((2, 64), 8, np.uint8)
+    codes, scale = np.full((256, 64), 5, np.uint8), np.ones((2, 64), np.float16)
+    return mj.pack(mj.QuantWeight.from_zero_points(codes, scale, points, 128))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_candidates_are_a_weights_problems_and_their_kernels_are_loaded_once(
+    zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[plan.Plan] = []
+    monkeypatch.setattr(autotune, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "limits_of", lambda device: H200)
+    monkeypatch.setattr(launch, "load_all", loaded.extend)
+    tried = autotune.candidates(small_weight(zeros), [3, 700])
+    kind = Zeros.POINTS if zeros else Zeros.NONE
+    assert [problem for problem, _ in tried] == [Problem(m, 256, 64, 128, kind, False) for m in (3, 700)]
+    for problem, found in tried:
+        assert found[0] == plan.choose(problem, H200)
+    kernels = [(one.build, one.smem) for one in loaded]
+    assert len(set(kernels)) == len(kernels)
+    assert set(kernels) == {(one.build, one.smem) for _, found in tried for one in found}
+
+
+def test_a_plan_is_kept_only_where_it_beats_the_planners_own_by_more_than_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems = [replace(PROBLEM, m=m) for m in (16, 64, 512)]
+    tried = [(problem, plan.plans(problem, H200)[:3]) for problem in problems]
+    times = iter([[10.0, 8.0, 9.0], [10.0, 9.95, 11.0], [10.0, 12.0, 9.8]])
+    rows = []
+
+    def time_plans(
+        found: list[plan.Plan], weights: object, x: np.ndarray, *_: object, **__: object
+    ) -> object:
+        rows.append(len(x))
+        return next(times)
+
+    monkeypatch.setattr(autotune, "candidates", lambda w, ms: tried)
+    monkeypatch.setattr(autotune, "rotated", lambda w: [w])
+    monkeypatch.setattr(autotune, "random_rows", lambda w, most: np.empty((most, 1)))
+    monkeypatch.setattr(autotune, "CupyTimer", lambda: None)
+    monkeypatch.setattr(autotune, "time_plans", time_plans)
+    seen: list[tuned.Tuning] = []
+    results = autotune._tune(small_weight(False), [16, 64, 512], 1.0, seen.append)
+    assert rows == [16, 64, 512] and seen == results
+    chosen = [found.index(one.plan) for one, (_, found) in zip(results, tried, strict=True)]
+    assert chosen == [1, 0, 2]
+    assert [(one.us, one.planned_us) for one in results] == [(8.0, 10.0), (10.0, 10.0), (9.8, 10.0)]
+
+
 def test_kernels_are_loaded_on_the_device_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads begin with device 0 as theirs."""
     current, seen = threading.local(), []
