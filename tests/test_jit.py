@@ -485,9 +485,8 @@ COMPILE = """
 def test_missing_home(kernels: Path, tmp_path: Path) -> None:
     """CuPy alone cannot be imported where no home directory can be made."""
     code = COMPILE.format(root=str(kernels)) + "    import os; print(os.environ['CUPY_CACHE_DIR'])\n"
-    output = run_python(
-        code, HOME="/proc/nohome", TMPDIR=str(tmp_path), CUPY_CACHE_DIR="", MARLIN_JIT_CACHE_DIR=""
-    )
+    unset = dict.fromkeys(("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "MARLIN_JIT_CACHE_DIR"), "")
+    output = run_python(code, HOME="/proc/nohome", TMPDIR=str(tmp_path), **unset)
     compiled, cupy_cache = output.splitlines()
     assert compiled.startswith("False ")
     assert Path(cupy_cache).parent == tmp_path
