@@ -152,6 +152,11 @@ class GemmTile:
     blocks: int
 
     @property
+    def cluster(self) -> int:
+        """Blocks that do together what a schedule gives to one."""
+        return 1
+
+    @property
     def n_tile(self) -> int:
         return CHUNK_N * self.warps_n
 
@@ -267,16 +272,19 @@ def _tiled_plan(
     tile: Tile, build: Build, smem: int, schedule: tuple[int, int, int], limits: Limits, microseconds: float
 ) -> Plan:
     grid, split_tiles, each = schedule
+    cluster = tile.cluster
+    in_memory = split_tiles > 0 and (cluster == 1 or grid > split_tiles)
     return Plan(
         build=build,
-        grid=(grid, 1),
+        grid=(grid, cluster),
         threads=tile.threads,
-        smem=_uncrowded(smem, grid, limits),
+        smem=_uncrowded(smem, grid * cluster, limits),
         split_tiles=split_tiles,
         each=each,
-        partial_bytes=2 * grid * tile.partial_bytes if split_tiles else 0,
-        counters=split_tiles,
+        partial_bytes=2 * grid * tile.partial_bytes // cluster if in_memory else 0,
+        counters=split_tiles * cluster if in_memory else 0,
         microseconds=microseconds,
+        cluster=cluster,
     )
 
 
@@ -322,6 +330,8 @@ def _schedules_of(
 ) -> Iterator[tuple[int, int, int]]:
     tiles, units = gemm_tiles(tile, problem)
     unit = _unit_microseconds(tile, problem)
+    if isinstance(tile, WgmmaTile) and tile.pairs:
+        return _pair_schedules(tiles, units, limits.sm_count // 2 * blocks, unit)
     return _schedules(tiles, units, limits.sm_count * blocks, limits.sm_count, unit)
 
 
@@ -352,6 +362,17 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
                 yield grid, tiles, each
 
 
+def _pair_schedules(tiles: int, units: int, pairs: int, unit: float) -> Iterator[tuple[int, int, int]]:
+    """(pairs, split tiles, each) worth trying on a device that holds `pairs` at once, one or more a tile."""
+    for sharers in (1, *_SHARERS):
+        if tiles * sharers > pairs or units < 2 * sharers:
+            break
+        leads = _LEADS if sharers > 1 else (0.0,)
+        for each in sorted({round((units - 2 * lead / unit) / sharers) for lead in leads}):
+            if each > 1 and units - each * (sharers - 1) > 1:
+                yield tiles * sharers, tiles, each
+
+
 # ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than eight rows --------------------------------
 
 WGMMA_MIN_M = 9
@@ -377,6 +398,8 @@ class WgmmaTile:
         k of a stage.
     blocks : int
         Blocks an SM should hold, which bounds registers and shared memory.
+    pairs : bool
+        Whether two blocks of a cluster, each with half of the k and of the rows, do what else a block does.
     """
 
     m_tile: int
@@ -385,6 +408,12 @@ class WgmmaTile:
     wg_k: int
     k_stage: int
     blocks: int
+    pairs: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that do together what a schedule gives to one."""
+        return 2 if self.pairs else 1
 
     @property
     def n_tile(self) -> int:
@@ -412,12 +441,12 @@ class WgmmaTile:
     @property
     def apart(self) -> bool:
         """Whether the output has shared memory of its own, behind the ring, not in it."""
-        return self.blocks == 1 and self.wg_k == 1
+        return self.blocks == 1 and self.wg_k == 1 and not self.pairs
 
     @property
     def output_bytes(self) -> int:
-        """Shared memory through which a tile's output leaves."""
-        return self.m_tile * self.n_tile * 2
+        """Shared memory through which a block's output leaves."""
+        return self.m_tile * self.n_tile * 2 // self.cluster
 
     @property
     def least_ring(self) -> int:
@@ -452,6 +481,10 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
         WgmmaTile(96, 2, 2, 1, 128, 1),
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
+        WgmmaTile(32, 2, 1, 2, 256, 2, pairs=True),
+        WgmmaTile(64, 1, 2, 1, 128, 2, pairs=True),
+        WgmmaTile(96, 1, 2, 1, 128, 2, pairs=True),
+        WgmmaTile(128, 1, 2, 1, 128, 1, pairs=True),
     )
     # Codes that are missing from a last stage are 0, not 8. Where the one scale of a column is applied to
     # sums, they are harmless times activations of zero; where to weights, unless 8 scales overflow float16.
@@ -486,6 +519,7 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
             ("STAGES", stages),
             ("MIN_BLOCKS", tile.blocks),
             ("APART", int(tile.apart)),
+            ("PAIRS", int(tile.pairs)),
         ),
     )
 
@@ -493,7 +527,7 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
 def wgmma_plan(
     tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> Plan | None:
-    """As `gemm_plan`."""
+    """As `gemm_plan`. Of a tile of pairs `grid` counts these, and they share tiles or have one each."""
     fitting = wgmma_stages(tile, problem, limits)
     if fitting is None:
         return None
@@ -691,10 +725,10 @@ def _both(a: float, b: float, how: int = 3) -> float:
 def _busiest_units(tile: Tile, grid: int, split_tiles: int, each: int, problem: Problem, sms: int) -> float:
     """Units of the busiest SM."""
     tiles, units = gemm_tiles(tile, problem)
-    resident = _ceil_div(grid, sms)
+    resident = _ceil_div(grid * tile.cluster, sms)
     if each:
         rest = units - (grid // split_tiles - 1) * each
-        return (resident - 1) * each + max(each, rest)
+        return (resident - 1) * (each / tile.cluster) + _ceil_div(max(each, rest), tile.cluster)
     turns, rest = divmod(tiles - split_tiles, grid)
     # Half of the SMs get their second block before the other half gets its first, so a rest falls unevenly.
     uneven = min(resident, _ceil_div(2 * rest, sms))
@@ -735,11 +769,15 @@ _MANY_ROWS, _NARROW = 2048, 0.95
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
+# Microseconds that the two blocks of a pair take to exchange sums: always, and a kilobyte of them.
+_PAIR_EXCHANGE = 0.5, 0.024
+
+
 def _wgmma_microseconds(
     tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> float:
     tiles, units = gemm_tiles(tile, problem)
-    resident = _ceil_div(grid, limits.sm_count)
+    resident = _ceil_div(grid * tile.cluster, limits.sm_count)
     unit = _unit_microseconds(tile, problem)
     work = _busiest_units(tile, grid, split_tiles, each, problem, limits.sm_count) * unit
     flops = 2 * tiles * units * tile.m_tile * tile.n_tile * tile.k_stage
@@ -748,19 +786,23 @@ def _wgmma_microseconds(
         power *= _NARROW
     work = _both(work, flops / power, 8)
     # More blocks wait longer for the first bytes; few leave SMs idle, whose share of L2 others do not get.
-    full = grid / limits.sm_count
+    full = grid * tile.cluster / limits.sm_count
     took = 0.8 + min(1.0, max(0.4, full)) + 1.8 * max(0.0, 1.0 - full)
     took += _both(work, _stream_microseconds(problem, _WGMMA_STREAM))
     turns = _ceil_div(tiles - split_tiles, grid)
     turn = 1.4 if tile.apart else 2.59  # that a block takes to begin another tile
     if not split_tiles:
         return took + turn * (turns - 1)
-    kilobytes = tile.partial_bytes / 1024
+    kilobytes = tile.partial_bytes / 1024 / tile.cluster
     sharers = _sharers(grid, split_tiles, each)
+    if tile.pairs:
+        took += _PAIR_EXCHANGE[0] + _PAIR_EXCHANGE[1] * kilobytes
+        if sharers == 1:
+            return took
     took += 0.022 * kilobytes if resident > 1 else 0.0
     if each:
         # The longer the last block is at work after the others, the more of the exchange is over by then.
-        lead = (units - sharers * each) * unit * resident
+        lead = (units - sharers * each) / tile.cluster * unit * resident
         hidden = max(0.0, 5.98 + 0.331 * kilobytes - lead)
         return took + sharers * (0.0096 * kilobytes + 0.088) + 0.124 * hidden
     # Blocks walk k out of step: of activations that caches cannot hold more is read again.

@@ -119,7 +119,7 @@ def gemm_tile(p: Plan) -> plan.Tile:
     macros = p.build.defines
     if p.build.name == "marlin_wgmma":
         keys = ("M_TILE", "J", "WG_N", "WG_K", "K_STAGE", "MIN_BLOCKS")
-        return plan.WgmmaTile(*(macros[k] for k in keys))
+        return plan.WgmmaTile(*(macros[k] for k in keys), pairs=bool(macros["PAIRS"]))
     keys = ("M_TILE", "WARPS_N", "WARPS_K", "K_STAGE", "MIN_BLOCKS")
     shape = tuple(macros[k] for k in keys)
     (tile,) = (t for t in TILES if (t.m_tile, t.warps_n, t.warps_k, t.k_stage, t.blocks) == shape)
@@ -153,9 +153,16 @@ def test_every_plan_fits_the_device_and_is_listed(problem: Problem, device: tupl
             if p.cluster > 1:  # only where all of them run at once
                 assert limits.major >= 9 and p.grid[0] * p.grid[1] <= limits.sm_count
         else:
-            tiles, _ = plan.gemm_tiles(gemm_tile(p), problem)
+            tiles, units = plan.gemm_tiles(gemm_tile(p), problem)
             assert 0 <= p.split_tiles <= tiles
-            assert (p.partial_bytes > 0) == (p.counters > 0) == (p.split_tiles > 0)
+            pairs = bool(p.build.defines.get("PAIRS"))
+            in_memory = p.split_tiles > 0 and not (pairs and p.grid[0] == tiles)
+            assert (p.partial_bytes > 0) == (p.counters > 0) == in_memory
+            assert (p.cluster, p.grid[1]) == ((2, 2) if pairs else (1, 1))
+            if pairs:  # all of them run at once, and both blocks of each have something to do
+                assert limits.major == 9 and p.split_tiles == tiles
+                assert p.grid[0] <= limits.sm_count // 2 * p.build.defines["MIN_BLOCKS"]
+                assert p.each > 1 and units - p.each * (p.grid[0] // tiles - 1) > 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -367,9 +374,9 @@ def test_planned_schedules_cover_every_unit_once(problem: Problem, device: tuple
         if tiles * units > 100_000:
             continue
         check_work(p.grid[0], p.split_tiles, p.each, tiles, units)
-        if p.split_tiles:
-            assert p.partial_bytes >= 2 * p.grid[0] * tile.partial_bytes
-            assert p.counters >= p.split_tiles
+        if p.counters:
+            assert p.partial_bytes >= 2 * p.grid[0] * tile.partial_bytes // p.cluster
+            assert p.counters >= p.split_tiles * p.cluster
 
 
 @settings(max_examples=100, deadline=None)

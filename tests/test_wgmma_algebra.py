@@ -143,7 +143,7 @@ def test_operands_are_the_steps_of_the_swizzled_activations(tile: plan.WgmmaTile
                 at = start + m * 128 + ((column ^ (m & 7)) << 4)
                 memory[at // 2 : at // 2 + 8] = A[m, k0 + 8 * column : k0 + 8 * column + 8]
     assert (memory >= 0).all()
-    assert find(r"const int row = first_row\(tile, p\);")
+    assert find(r"const int row = first_row\(tile, p\), last")
     further = find(r"constexpr int FURTHER = (STEP [^;]*);")[1]
     assert find(r"\(slab\(sums\.open\(\), j\), a\[j\], operand \+ FURTHER / (16)\);")
     used = set()
@@ -268,10 +268,10 @@ def store_transposed(memory: np.ndarray, at: np.ndarray, *matrices: np.ndarray) 
 
 
 def sums_of(c: Any, C: np.ndarray, names: dict[str, Any]) -> np.ndarray:
-    """What a warp's warpgroup holds after the sum over wk: `own`, [OWN, M_BLOCKS, 4, 32]."""
-    own = np.empty((c.OWN, c.M_BLOCKS, 4, 32), C.dtype)
+    """What a warp holds in the end of the rows that it stores, C's: `own`, [OWN, END_BLOCKS, 4, 32]."""
+    own = np.empty((c.OWN, c.END_BLOCKS, 4, 32), C.dtype)
     for j in range(c.OWN):
-        for mb in range(c.M_BLOCKS):
+        for mb in range(c.END_BLOCKS):
             n = names["column"](G) + 16 * (names["wk"] * c.OWN + j) + G
             m = 8 * mb + 2 * T
             own[j, mb] = C[m, n], C[m + 1, n], C[m, n + 8], C[m + 1, n + 8]
@@ -305,13 +305,88 @@ def test_warpgroups_exchange_the_halves_they_do_not_keep(tile: plan.WgmmaTile) -
     assert find(r"if \(!APART\) Consumers::sync\(\); if constexpr \(WG_K == 1\)")  # and that have been read
 
 
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.pairs], ids=str)
+def test_pairs_finish_half_of_the_rows_each(tile: plan.WgmmaTile) -> None:
+    """`sum_over_pair` of both blocks: sums are kept, sent to the other's memory, and added to its own."""
+    c = constants(tile)
+    text = find(r"void sum_over_pair\((.*?)\} // |void sum_over_pair\((.*?)constexpr int COLUMNS")[0]
+    order = [
+        "cluster_arrive()",
+        "cluster_wait()",
+        "store_cluster(",
+        "cluster_arrive()",
+        "cluster_wait()",
+        "add_to(",
+    ]
+    assert re.findall(r"cluster_arrive\(\)|cluster_wait\(\)|store_cluster\(|add_to\(", text) == order
+    assert find(r"thread = thread_anew\(\), half = blockIdx\.y;")
+    to = find(r"to = cluster_address\(shared_address\(smem\) \+ (thread \* 16), (1 - half)\);")
+    high_at = find(r"\(&high\)\[4\] = own\[j\]\[(M_BLOCKS - [^\]]*)\], other\[4\];")[1]
+    sent, kept = (
+        find(rf"{name} = half == 0 \? (\w+)\[i\] : (\w+)\[i\];").groups()
+        for name in (r"other\[i\]", r"low\[i\]")
+    )
+    further = find(
+        r"store_cluster\(to \+ (\(j \* [^,]*), \{other\[0\], other\[1\], other\[2\], other\[3\]\}\);"
+    )[1]
+    from_of = find(r"add_to\(own\[j\]\[mb\], from\[(\(j [^\]]*)\]\);")[1]
+    assert find(r"const Float4\* from = reinterpret_cast<const Float4\*>\(smem\) \+ thread;")
+    # What a thread of each block holds, by row block of the tile.
+    own = {(half, mb): f"{half}:{mb}" for half in range(2) for mb in range(c.M_BLOCKS)}
+    memory: tuple[dict[int, str], dict[int, str]] = ({}, {})
+    thread, rows = 77, {}
+    for half in range(2):
+        for j, mb in itertools.product(range(c.OWN), range(c.END_BLOCKS)):
+            names = vars(c) | {"j": j, "mb": mb, "thread": thread, "half": half}
+            of = {"low": own[half, mb], "high": own[half, kernel_source.value(high_at, names)]}
+            there = kernel_source.value(to[1], names) + kernel_source.value(further, names)
+            assert there not in memory[1 - half] and there + 16 <= c.SUMS_BYTES
+            memory[kernel_source.value(to[2], names)][there] = of[sent[half]]
+            rows[half, j, mb] = of[kept[half]]
+    for (half, j, mb), mine in rows.items():
+        at = 16 * (thread + kernel_source.value(from_of, vars(c) | {"j": j, "mb": mb}))
+        row_block = half * c.END_BLOCKS + mb
+        assert {mine, memory[half][at]} == {f"{h}:{row_block}" for h in range(2)}
+    assert c.END_ROWS * 2 == c.M_TILE and not c.APART
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (0, 3), (5, 7), (4, 32), (3, 12)])
+def test_blocks_of_a_pair_have_half_of_its_units_each(first: int, last: int) -> None:
+    middle_of = find(r"const int middle = ([^;]*);")[1]
+    names = {"piece": SimpleNamespace(tile=9, first=first, last=last)}
+    names["middle"] = kernel_source.value(middle_of, names)
+    lower, upper = find(
+        r"blockIdx\.y == 0 \? Piece\{piece\.tile, ([^}]*)\} : Piece\{piece\.tile, ([^}]*)\};"
+    ).groups()
+    shares = [kernel_source.value(share, names) for share in (lower, upper)]
+    assert (shares[0][0], shares[0][1], shares[1][1]) == (first, shares[1][0], last)
+    assert shares[0][1] - shares[0][0] - (shares[1][1] - shares[1][0]) in (0, 1)
+    assert find(r"if \(!PAIRS\) return (piece);")
+    # Copies and products go through the same units.
+    assert find(r"last = own_units\(piece\)\.last; int unit = own_units\(piece\)\.first;")
+    assert find(r"run_units\(sums, f, ring, at, w, own_units\(piece\)\.last - own_units\(piece\)\.first\);")
+
+
+def test_blocks_of_a_pair_hand_in_by_themselves() -> None:
+    """Each has a counter a tile, and of the two slots that tiles.cuh has for a pair one."""
+    counter = find(r"return counters \+ \(PAIRS \? ([^:]*) : tile\);")[1]
+    pairs = itertools.product(range(5), range(2))
+    found = [kernel_source.value(counter, {"tile": t, "blockIdx": SimpleNamespace(y=y)}) for t, y in pairs]
+    assert sorted(found) == list(range(10))
+    further = find(r"Float4\* slots = partials \+ \(PAIRS \? ([^:]*) : 0\);")[1]
+    names = {"PARTIAL": 3, "CONSUMERS": 256}
+    slots = [kernel_source.value(further, names | {"blockIdx": SimpleNamespace(y=y)}) for y in range(2)]
+    assert slots == [0, 3 * 256]  # one slot of `slot_of` further
+    assert kernel_source.find("tiles.cuh", r"const int which = deal\.each == 0 && ([^;]*) \? 1 : 0;")
+
+
 def wgmma_function(head: str, c: Any) -> Any:
     return kernel_source.function("wgmma.cu", head, vars(c))
 
 
 def rounded(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
     """What `round_tile` or `round_gated_tile` leaves of a tile: each wn's place in shared memory."""
-    memory = np.full((c.WG_N, c.M_TILE * c.COLUMNS), -1)
+    memory = np.full((c.WG_N, c.END_ROWS * c.COLUMNS), -1)
     vector_at = wgmma_function("vector_at(int row, int vector)", c)
     if gated:
         lane_of = r"\(thread_anew\(\) (% 8), "
@@ -330,7 +405,7 @@ def rounded(c: Any, C: np.ndarray, gated: bool) -> np.ndarray:
         for j in range(c.OWN):
             row = kernel_source.value("lane" + row_of, names)
             start = vector_at(row, kernel_source.value(vector_of, {**names, "j": j}))
-            for mb in range(c.M_BLOCKS):
+            for mb in range(c.END_BLOCKS):
                 at = start + kernel_source.value(step, {"mb": mb})
                 if gated:  # gate and up are 8 columns apart
                     assert (own[j, mb, 2:] - own[j, mb, :2] == 8).all()
@@ -371,7 +446,7 @@ def complete(
     output_at = value(find(rf"uint8_t\* at = output \+ (vector_at{number});")[1])
     target = at + value(find(rf"to \+= (first {number});")[1])
     exists, from_of = find(
-        r"const bool there = M_TILE % STEP == 0 \|\| (first [^<]* < M_TILE); vector\[i\] = "
+        r"const bool there = END_ROWS % STEP == 0 \|\| (first [^<]* < END_ROWS); vector\[i\] = "
         r"\*reinterpret_cast<const Vec4\*>\(at \+ \(there \? (.*?) : 0\)\);"
     ).groups()
     row_of = find(rf"const int row = ({number}); uint32_t\* pairs = &vector\[i\]\.x;")[1]
@@ -397,10 +472,10 @@ def complete(
         vector = np.full((c.AT_ONCE, c.STORERS, 4, 2), -2)
         for i in range(c.AT_ONCE):
             loaded = value(exists, of_pass=of_pass, i=i)
-            assert loaded.all() or c.M_TILE % c.STEP
+            assert loaded.all() or c.END_ROWS % c.STEP
             place = output_at + np.where(loaded, value(from_of, of_pass=of_pass, i=i), 0)
             assert (
-                place.max() + 16 <= c.M_TILE * c.COLUMNS * 2
+                place.max() + 16 <= c.END_ROWS * c.COLUMNS * 2
             )  # what is read for nothing is the output's too
             for lanes_at_once in np.split(np.arange(c.STORERS), c.STORERS // 8):
                 if loaded[lanes_at_once].any():
@@ -428,13 +503,13 @@ def complete(
 
 
 def boxes_of(c: Any, output: np.ndarray) -> np.ndarray:
-    """The boxes of a wn's place as a tensor map with SWIZZLE_128 takes them, [J, M_TILE, 64]."""
+    """The boxes of a wn's place as a tensor map with SWIZZLE_128 takes them, [J, END_ROWS, 64]."""
     from_of = find(r"shared_address\(output\) \+ (i \* [^;]*)\);")[1]
-    boxes = np.empty((c.J, c.M_TILE, 64), output.dtype)
+    boxes = np.empty((c.J, c.END_ROWS, 64), output.dtype)
     for i in range(c.J):
         start = kernel_source.value(from_of, vars(c) | {"i": i})
         assert start % 1024 == 0  # else its rows are not numbered from its beginning
-        for row in range(c.M_TILE):
+        for row in range(c.END_ROWS):
             for vector in range(8):
                 at = (start + row * 128 + (vector ^ row % 8) * 16) // 2
                 boxes[i, row, 8 * vector : 8 * vector + 8] = output[at : at + 8]
@@ -464,7 +539,7 @@ def test_lanes_turn_to_the_slab_that_a_pair_is_of() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bool, boxed: bool) -> None:
     c = constants(tile, LOG_SLAB=0 if gated else 1)
-    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    C = np.arange(c.END_ROWS * c.TILE_N).reshape(c.END_ROWS, c.TILE_N)
     # Bias: of the lane's own columns n = g and g + 8, as the sums that it is added to.
     bias_of = find(r"const int n = tile\.n0 \+ (w\.own_column\(g\) \+ [^;]*);")[1]
     for i, further in ((0, ""), (1, r" \+ 8")):
@@ -478,14 +553,14 @@ def test_epilogue_puts_every_output_in_its_place(tile: plan.WgmmaTile, gated: bo
     memory, width = rounded(c, C, gated), c.COLUMNS // (2 if gated else 1)
     expected = np.split(finished(c, C, gated), c.WG_N, axis=1)
     for wn in range(c.WG_N):
-        to = np.full(c.M_TILE * width, -1)
-        complete(c, boxed, memory[wn], to, 0, width, 0, c.M_TILE, width // 8)
+        to = np.full(c.END_ROWS * width, -1)
+        complete(c, boxed, memory[wn], to, 0, width, 0, c.END_ROWS, width // 8)
         if boxed:
-            found = boxes_of(c, memory[wn]).transpose(1, 0, 2).reshape(c.M_TILE, -1)
+            found = boxes_of(c, memory[wn]).transpose(1, 0, 2).reshape(c.END_ROWS, -1)
             assert np.array_equal(found[:, :width], expected[wn])
             assert (to == -1).all()
         else:
-            assert np.array_equal(to.reshape(c.M_TILE, width), expected[wn])
+            assert np.array_equal(to.reshape(c.END_ROWS, width), expected[wn])
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
@@ -500,7 +575,7 @@ def test_output_has_a_place_that_nothing_else_uses_then(tile: plan.WgmmaTile, st
     for wn in range(c.WG_N):
         place = kernel_source.value(begin, vars(c) | {"w": SimpleNamespace(wn=wn)})
         assert place % 1024 == 0  # as `vector_at` counts rows, and boxes are swizzled
-        places += range(place, place + c.M_TILE * c.COLUMNS * 2)
+        places += range(place, place + c.END_ROWS * c.COLUMNS * 2)
     assert places == list(range(c.OUTPUT_AT, c.OUTPUT_AT + c.OUTPUT_BYTES))
     assert tile.output_bytes == c.OUTPUT_BYTES
     if c.APART:
@@ -562,8 +637,8 @@ def store_elements(
     names["log"] = value(find(r"log = (first_column [^;,]*), thread = thread_anew\(\) % STORERS;")[1])
     names["column"] = value(find(r"const int column = (first_column [^;]*);")[1])
     names["vector"] = value(find(r"const int vector = (column [^;]*);")[1])
-    step = value(find(r"for \(int first = 0; first < M_TILE; first \+= (STORERS [^)]*)\)")[1])
-    names["first"] = np.arange(0, c.M_TILE, step)[:, None]
+    step = value(find(r"for \(int first = 0; first < END_ROWS; first \+= (STORERS [^)]*)\)")[1])
+    names["first"] = np.arange(0, c.END_ROWS, step)[:, None]
     names["row"] = value(find(r"const int row = (first \+ \(thread [^;]*);")[1])
     row_begins, row_exists, column_exists, to_of, from_of = find(
         r"if \((row >= \w+) && (row < \w+) && (column < \w+)\) to\[([^\]]*)\] = "
@@ -597,8 +672,9 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
 
     first_row = wgmma_function("first_row(const Tile& tile, const Problem& p)", c)
     n0_of = formula(r", n0 = (\(tile\.n0 [^;]*);")
+    m0_of = formula(r"const int m0 = (first_row\([^;]*);")
     begin_of, end_of = re.findall(
-        r"m0 = first_row\(tile, p\), begin = ([^;]*), end = (min\([^;]*\)); const int columns", text
+        r"const int begin = ([^;]*), end = (min\([^;]*\)); const int columns", text
     )[0]
     columns_of = formula(r"const int columns = (min\([^)]*\));")
     to_of = formula(r"uint16_t\* to = p\.c \+ ([^;]*);")
@@ -616,7 +692,7 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
     )[0]
     assert first_column[0] == first_column[1]
 
-    C = np.arange(c.M_TILE * c.TILE_N).reshape(c.M_TILE, c.TILE_N)
+    C = np.arange(c.END_ROWS * c.TILE_N).reshape(c.END_ROWS, c.TILE_N)
     memory, output = rounded(c, C, gated), finished(c, C, gated)
     width, tiles = output.shape[1], 2
     sizes = [
@@ -630,12 +706,15 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
     for (n, m), last in itertools.product(sizes, (False, True) if c.APART else (True,)):
         ldc = int(n) + 9 if not aligned else -(-int(n) // 8) * 8 + 8
         to = np.full((tiles * c.M_TILE + 1) * ldc, -1)
-        for m0, tile_n0 in itertools.product(range(0, m, c.M_TILE), (0, c.TILE_N)):
+        places = itertools.product(range(0, m, c.M_TILE), (0, c.TILE_N), range(2 if c.PAIRS else 1))
+        for m0, tile_n0, half in places:
             names: dict[str, Any] = vars(c) | {"halved": int(gated), "aligned": aligned, "last": last}
             names["p"] = SimpleNamespace(n=int(n), m=int(m), ldc=ldc, gated=gated)
             names["tile"] = SimpleNamespace(m0=m0, n0=tile_n0)
-            names["m0"] = first = first_row(names["tile"], names["p"])
+            first = first_row(names["tile"], names["p"])
             assert first >= 0 and (first + c.M_TILE <= m or first == 0)  # no rows but those there are
+            names |= {"first_row": first_row, "blockIdx": SimpleNamespace(y=half)}
+            names["m0"] = kernel_source.value(m0_of, names)
             for wn in range(c.WG_N):
 
                 def value(formula: str, names: dict[str, Any] = names) -> Any:
@@ -645,7 +724,7 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
                 names["n0"] = value(n0_of)
                 names["columns"] = Truncated(value(columns_of))
                 at, begin, end = value(to_of), value(begin_of), value(end_of)
-                image = memory[wn] + first * c.TILE_N + tile_n0 * 10**6
+                image = memory[wn] + names["m0"] * c.TILE_N + tile_n0 * 10**6
                 names["begin"] = begin
                 if value(boxed_if):
                     by_boxes += 1
@@ -655,8 +734,8 @@ def test_stores_write_what_exists_of_a_tile_and_nothing_else(
                         names["i"] = i
                         x, y = value(x_of), value(y_of)
                         column = np.arange(x, x + 64)
-                        some = (column // 8 * 8 < n)[None] & (np.arange(y, y + c.M_TILE) < m)[:, None]
-                        target = (np.arange(y, y + c.M_TILE)[:, None] * ldc + column)[some]
+                        some = (column // 8 * 8 < n)[None] & (np.arange(y, y + c.END_ROWS) < m)[:, None]
+                        target = (np.arange(y, y + c.END_ROWS)[:, None] * ldc + column)[some]
                         assert (to[target] == -1).all()
                         to[target] = box[some]
                     continue
@@ -840,7 +919,7 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int, apart: bool) -> 
                 unit = filled
             for i in range(unit, units):
                 names = {"leaving": leaves, "at": SimpleNamespace(slot=at[0]), "END_SLOTS": end_slots}
-                names |= {"unit": i, "piece": SimpleNamespace(last=units)}
+                names |= {"unit": i, "last": units}
                 if kernel_source.value(waits, names):
                     while not idle.passed(idle_parity):
                         yield False

@@ -19,11 +19,12 @@
 // while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
-// share a tile add up.
+// share a tile add up. PAIRS: where those say block, a cluster of two is meant, which has one piece of a tile. Each of the
+// two takes half of its units and, in the end, half of its rows, whose sums it gets of the other one in shared memory.
 //
 // Build constants: BF16, M_TILE (16, 24, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
 // 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
-// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers), APART (the output has shared memory of its own).
+// MIN_BLOCKS (1, 2: blocks an SM, bounds the registers), APART (the output has shared memory of its own), PAIRS.
 #include "hopper.cuh"
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -35,6 +36,9 @@ constexpr int M_BLOCKS = M_TILE / 8;
 constexpr int STEPS = K_STAGE / 16;          // k16 steps of a stage
 constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN = J / WG_K;                // slabs a warpgroup finishes after the sum over wk
+constexpr int END_BLOCKS = PAIRS ? M_BLOCKS / 2 : M_BLOCKS;  // of eight rows, that a block finishes
+constexpr int END_ROWS = 8 * END_BLOCKS;
+static_assert(!PAIRS || (M_BLOCKS % 2 == 0 && OWN == 1 && !APART), "halves of a tile, in front of its sums");
 static_assert(WG_K <= 2, "two sums have one order");
 
 // Codes may be multiplied as they are, exactly, and a group's float32 sums scaled: M_TILE / 2 fma a slab and group, where
@@ -75,7 +79,7 @@ constexpr int STAGE_BYTES = (COPIED_BYTES + 1023) / 1024 * 1024;  // swizzled bo
 // At the end of a tile: sums that are exchanged or wait, in the ring, then the output as rows, of each wn's columns by
 // themselves. APART: the output is behind the ring, which the end of a tile needs only where blocks share it: otherwise
 // copies for the next tile go on.
-constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = M_TILE * TILE_N * 2;
+constexpr int SUMS_BYTES = M_TILE * TILE_N * 4, OUTPUT_BYTES = END_ROWS * TILE_N * 2;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int OUTPUT_AT = APART ? RING_BYTES : SUMS_BYTES + OUTPUT_BYTES <= RING_BYTES ? SUMS_BYTES : 0;
 constexpr int END_BYTES = OUTPUT_AT + OUTPUT_BYTES > SUMS_BYTES ? OUTPUT_AT + OUTPUT_BYTES : SUMS_BYTES;
@@ -84,7 +88,7 @@ static_assert(END_SLOTS <= STAGES && SUMS_BYTES <= RING_BYTES, "the end of a til
 static_assert(!APART || WG_K == 1, "sums over warpgroups pass through the ring");
 
 // Other blocks' sums are fetched behind this one's, BATCH of a thread's vectors of a block at once.
-constexpr int PARTIAL = OWN * M_BLOCKS;       // Float4s a thread
+constexpr int PARTIAL = OWN * END_BLOCKS;     // Float4s a thread
 constexpr int VECTOR_BYTES = CONSUMERS * 16;  // one of every thread
 constexpr int ROOM = ((APART ? END_BYTES : END_SLOTS * STAGE_BYTES) - SUMS_BYTES) / VECTOR_BYTES;
 constexpr int BATCH = ROOM >= PARTIAL ? PARTIAL : ROOM >= PARTIAL / 2 ? PARTIAL / 2 : PARTIAL / 8;
@@ -139,6 +143,18 @@ __device__ __forceinline__ Tile place_of(int tile, const Problem& p) {
 // bounds than for others) it begins sooner, if it can: what belongs to the tile before is then not stored.
 __device__ __forceinline__ int first_row(const Tile& tile, const Problem& p) { return max(0, min(tile.m0, p.m - M_TILE)); }
 
+// PAIRS: of a pair's piece, the units of this block.
+__device__ __forceinline__ Piece own_units(const Piece& piece) {
+    const int middle = (piece.first + piece.last + 1) / 2;
+    if (!PAIRS) return piece;
+    return blockIdx.y == 0 ? Piece{piece.tile, piece.first, middle} : Piece{piece.tile, middle, piece.last};
+}
+
+// What counts the blocks in that have handed in sums of the tile's rows.
+__device__ __forceinline__ uint32_t* counter_of(uint32_t* counters, int tile) {
+    return counters + (PAIRS ? 2 * tile + blockIdx.y : tile);
+}
+
 // ---- global -> shared: the producer --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_weights(uint32_t ring, const Place& at, const Maps& maps, const Tile& tile,
@@ -173,7 +189,7 @@ __device__ __forceinline__ void prefetch(const Maps& maps) {
 // Who shares the tile of a piece, and, where the others may be done, whether they are: for the consumers, who have no
 // registers to spare for that. The producer looks when the last stage has come, so its answer waits for them.
 __device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Piece& piece, const Pieces& pieces,
-                                     const Deal& deal, const uint32_t* counters) {
+                                     const Deal& deal, uint32_t* counters) {
     const uint32_t ring = shared_address(smem);
     const Sharing sharing = deal.sharing(piece.tile);
     barrier_wait(last.full(ring), last.parity);
@@ -181,13 +197,13 @@ __device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Pie
     Told& told = *reinterpret_cast<Told*>(smem + TOLD_AT);
     told.sharing = sharing;
     const bool look = !pieces.dealt() && piece.ends_late(deal);
-    told.last = look && load_acquire(counters + piece.tile) == sharing.count - 1;
+    told.last = look && load_acquire(counter_of(counters, piece.tile)) == sharing.count - 1;
     barrier_arrive(ring + TELL_AT);
 }
 
 // Everything that one block's consumers will want, in their order.
 __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const Problem& p, const Deal& deal,
-                                        const uint32_t* counters) {
+                                        uint32_t* counters) {
     const uint32_t ring = shared_address(smem);
     Pieces pieces(deal);
     Place at;
@@ -197,10 +213,10 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
     while (pieces.left(deal)) {
         const Piece piece = pieces.take(deal);
         const Tile tile = place_of(piece.tile, p);
-        const int row = first_row(tile, p);
-        int unit = piece.first;
+        const int row = first_row(tile, p), last = own_units(piece).last;
+        int unit = own_units(piece).first;
         if (!begun) {
-            const int filled = min(piece.last, unit + STAGES);
+            const int filled = min(last, unit + STAGES);
             Place first = at;
 #pragma unroll 1
             for (int i = unit; i < filled; i++, first.advance()) copy_weights(ring, first, maps, tile, i);
@@ -210,9 +226,9 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
             begun = true;
         }
 #pragma unroll 1
-        for (; unit < piece.last; unit++, at.advance()) {
+        for (; unit < last; unit++, at.advance()) {
             // Before the last unit at any rate: the consumers' next end must not come before this one is waited for.
-            if (leaving && (at.slot < END_SLOTS || unit + 1 == piece.last)) {
+            if (leaving && (at.slot < END_SLOTS || unit + 1 == last)) {
                 barrier_wait(ring + IDLE_AT, idle_parity);
                 idle_parity ^= 1, leaving = false;
             }
@@ -501,12 +517,41 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
     Consumers::sync();  // the tile goes there next
 }
 
+// PAIRS: in front come to lie the sums of half of the rows, for the pair's first block of the first half, from both blocks.
+// (Two have one order.)
+__device__ __forceinline__ void sum_over_pair(Owned& own, uint8_t* smem) {
+    const int thread = thread_anew(), half = blockIdx.y;
+    const uint32_t to = cluster_address(shared_address(smem) + thread * 16, 1 - half);
+    cluster_arrive();  // this block's ring is read
+    cluster_wait();
+#pragma unroll
+    for (int j = 0; j < OWN; j++)
+#pragma unroll
+        for (int mb = 0; mb < END_BLOCKS; mb++) {
+            float(&low)[4] = own[j][mb], (&high)[4] = own[j][M_BLOCKS - END_BLOCKS + mb], other[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                other[i] = half == 0 ? high[i] : low[i];
+                low[i] = half == 0 ? low[i] : high[i];
+            }
+            store_cluster(to + (j * END_BLOCKS + mb) * VECTOR_BYTES, {other[0], other[1], other[2], other[3]});
+        }
+    cluster_arrive();
+    cluster_wait();
+    const Float4* from = reinterpret_cast<const Float4*>(smem) + thread;
+#pragma unroll
+    for (int j = 0; j < OWN; j++)
+#pragma unroll
+        for (int mb = 0; mb < END_BLOCKS; mb++) add_to(own[j][mb], from[(j * END_BLOCKS + mb) * CONSUMERS]);
+    Consumers::sync();  // what comes next lies there
+}
+
 // ---- registers -> global -------------------------------------------------------------------------------------------
 //
 // A tile's rows wait in shared memory as vectors of eight columns: a slab has two, or with gate and up one. stmatrix
 // transposes 8 x 8 sums of a warp into a column of vectors. But what its rows g have is of slab_of(g): pair i of the vector
 // in the place of a chunk's slab u belongs to slab (u + i * J) % 4. So lanes, once they have read a chunk, exchange pairs.
-// Vectors lie as in boxes of a tensor map, [M_TILE][64] swizzled like activations, by which a tile leaves while the next one
+// Vectors lie as in boxes of a tensor map, [END_ROWS][64] swizzled like activations, by which a tile leaves while the next one
 // is multiplied.
 
 constexpr int COLUMNS = 64 * J;              // of a wn
@@ -514,7 +559,7 @@ constexpr int LOG_VECTORS = J == 1 ? 3 : 4;  // of a row of them
 static_assert(COLUMNS / 8 == 1 << LOG_VECTORS, "a power of two");
 
 __device__ __forceinline__ int vector_at(int row, int vector) {  // in bytes
-    return (vector / 8 * M_TILE + row) * 128 + (vector % 8 ^ row % 8) * 16;
+    return (vector / 8 * END_ROWS + row) * 128 + (vector % 8 ^ row % 8) * 16;
 }
 
 // The consumers of a wn, who store its columns. One of them sends boxes, and alone can wait until they are read.
@@ -541,7 +586,7 @@ __device__ __forceinline__ void round_tile(const Owned& own, uint32_t output, co
         }
         const uint32_t to = output + vector_at(lane % 8, (w.own_slab() + j) * 2 + lane / 8 % 2);
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++) {
+        for (int mb = 0; mb < END_BLOCKS; mb++) {
             const float(&v)[4] = own[j][mb];
             store_transposed(to + mb * 1024, Type::pair(v[0] + bias[0], v[1] + bias[0]),
                              Type::pair(v[2] + bias[1], v[3] + bias[1]));
@@ -555,7 +600,7 @@ __device__ __forceinline__ void round_gated_tile(const Owned& own, uint32_t outp
     for (int j = 0; j < OWN; j++) {
         const uint32_t to = output + vector_at(thread_anew() % 8, w.own_slab() + j);
 #pragma unroll
-        for (int mb = 0; mb < M_BLOCKS; mb++) {
+        for (int mb = 0; mb < END_BLOCKS; mb++) {
             const float(&v)[4] = own[j][mb];
             store_transposed(to + mb * 1024, Type::pair(silu(v[0]) * v[2], silu(v[1]) * v[3]));
         }
@@ -570,7 +615,7 @@ __device__ __forceinline__ int turned(int slab, int i) { return ((slab - i * J) 
 template <int LOG_SLAB, bool BOXED>
 __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t ldc, int begin, int end, int vectors) {
     constexpr int LOG = LOG_VECTORS - 1 + LOG_SLAB, STEP = STORERS >> LOG;  // 1 << LOG lanes take a row together
-    constexpr int PASSES = (M_TILE + STEP - 1) / STEP;
+    constexpr int PASSES = (END_ROWS + STEP - 1) / STEP;
     constexpr int AT_ONCE = PASSES % 4 == 0 ? 4 : PASSES % 3 == 0 ? 3 : PASSES % 2 == 0 ? 2 : 1;
     static_assert(STEP % 8 == 0, "passes differ in whole blocks of eight rows");
     const int thread = thread_anew() % STORERS, part = thread & ((1 << LOG) - 1), first = thread >> LOG;
@@ -584,7 +629,7 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
         Vec4 vector[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const bool there = M_TILE % STEP == 0 || first + (pass + i) * STEP < M_TILE;  // else read anything
+            const bool there = END_ROWS % STEP == 0 || first + (pass + i) * STEP < END_ROWS;  // else read anything
             vector[i] = *reinterpret_cast<const Vec4*>(at + (there ? (pass + i) * (STEP * 128) : 0));
         }
 #pragma unroll
@@ -595,7 +640,7 @@ __device__ __forceinline__ void complete(uint8_t* output, uint16_t* to, int64_t 
             for (int pair = 1; pair < 4; pair++)
                 if (pair * J % 4 != 0) pairs[pair] = __shfl_sync(0xffffffff, pairs[pair], lanes[pair]);
             if (BOXED) {
-                if (row < M_TILE) *reinterpret_cast<Vec4*>(at + (pass + i) * (STEP * 128)) = vector[i];
+                if (row < END_ROWS) *reinterpret_cast<Vec4*>(at + (pass + i) * (STEP * 128)) = vector[i];
             } else {
                 if (row >= begin && row < end && part < vectors) *reinterpret_cast<Vec4*>(to) = vector[i];
                 to += STEP * ldc;
@@ -613,7 +658,7 @@ __device__ __forceinline__ void store_elements(const uint8_t* output, uint16_t* 
     const int column = first_column + (thread & ((1 << log) - 1));
     const int vector = column / 8 + (turned(column >> (3 + LOG_SLAB) & 3, column / 2 % 4) << LOG_SLAB);
 #pragma unroll 1
-    for (int first = 0; first < M_TILE; first += STORERS >> log) {
+    for (int first = 0; first < END_ROWS; first += STORERS >> log) {
         const int row = first + (thread >> log);
         if (row >= begin && row < end && column < columns)
             to[row * ldc + column] = *reinterpret_cast<const uint16_t*>(output + vector_at(row, vector) + column % 8 * 2);
@@ -624,9 +669,10 @@ __device__ __forceinline__ void store_elements(const uint8_t* output, uint16_t* 
 // elements what is not aligned.
 __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, const TensorMap* boxes, const Problem& p,
                                            const Tile& tile, const Warp& w, int warp, bool last) {
-    uint8_t* output = smem + OUTPUT_AT + w.wn * (M_TILE * COLUMNS * 2);
+    uint8_t* output = smem + OUTPUT_AT + w.wn * (END_ROWS * COLUMNS * 2);
     const int halved = p.gated ? 1 : 0, n0 = (tile.n0 + w.wn * COLUMNS) >> halved;
-    const int m0 = first_row(tile, p), begin = tile.m0 - m0, end = min(M_TILE, p.m - m0);
+    const int m0 = first_row(tile, p) + (PAIRS ? blockIdx.y * END_ROWS : 0);
+    const int begin = tile.m0 - m0, end = min(END_ROWS, p.m - m0);  // of the rows here
     const int columns = min(COLUMNS >> halved, p.n - n0);  // none if negative
     uint16_t* to = p.c + m0 * p.ldc + n0;
     const bool aligned = ((reinterpret_cast<uint64_t>(p.c) | (p.ldc * 2)) & 15) == 0;
@@ -647,7 +693,7 @@ __device__ __forceinline__ void store_tile(const Owned& own, uint8_t* smem, cons
         sync_storers(w);
         if (sends(warp)) {
 #pragma unroll
-            for (int i = 0; i < J; i++) store_box(boxes, n0 + i * 64, tile.m0, shared_address(output) + i * (M_TILE * 128));
+            for (int i = 0; i < J; i++) store_box(boxes, n0 + i * 64, tile.m0, shared_address(output) + i * (END_ROWS * 128));
             boxes_commit();
         }
         return;
@@ -677,6 +723,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const TensorMap
     Pieces pieces(deal);
     Place at;
     uint32_t tell_parity = 0;
+    Float4* slots = partials + (PAIRS ? blockIdx.y * PARTIAL * CONSUMERS : 0);  // a pair has two, one a block
     wait_for_previous_grid();
 #pragma unroll 1
     while (pieces.left(deal)) {
@@ -685,10 +732,11 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const TensorMap
         Totals sums = {};
         Fetched f;
         if (GROUP == 0) column_scales(f.scales, p, tile, w);
-        run_units(sums, f, ring, at, w, piece.last - piece.first);
+        run_units(sums, f, ring, at, w, own_units(piece).last - own_units(piece).first);
         if (SCALES_SUMS && GROUP == 0) add_scaled(sums.all, sums.all, f.scales.scale);
         Owned own;
         sum_over_warpgroups(own, sums.all, smem, w);
+        if (PAIRS) sum_over_pair(own, smem);
         const bool shares = piece.last - piece.first < deal.units;
         bool whole = true;
         if (shares) {
@@ -701,10 +749,11 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const TensorMap
             tell_parity ^= 1;
             const Told& told = *reinterpret_cast<const Told*>(smem + TOLD_AT);
             const Sharing sharing = told.sharing;
-            whole = hand_in<Consumers>(partial, arrived, partials, counters + piece.tile, deal, sharing, piece.tile, told.last != 0);
+            whole = hand_in<Consumers>(partial, arrived, slots, counter_of(counters, piece.tile), deal, sharing, piece.tile,
+                                       told.last != 0);
             // The producer is at the next piece already, if there is one.
             const int bytes = APART ? END_BYTES : (pieces.left(deal) ? END_SLOTS : STAGES) * STAGE_BYTES;
-            if (whole) add_up(partial, smem, bytes, partials, deal, sharing, piece.tile);
+            if (whole) add_up(partial, smem, bytes, slots, deal, sharing, piece.tile);
         }
         if (whole) store_tile(own, smem, boxes, p, tile, w, warp, !pieces.left(deal));
         hand_to_copies();

@@ -54,6 +54,11 @@ def tiles_of(problem: plan.Problem) -> list[plan.WgmmaTile]:
 def schedules(tile: plan.WgmmaTile, problem: plan.Problem) -> list[tuple[int, int, int]]:
     """(grid, split tiles, each): whole tiles in turn and all at once, both kinds of sharing, mixtures."""
     tiles, units = plan.gemm_tiles(tile, problem)
+    if tile.pairs:  # a pair a tile, and several, evenly and not
+        several = [
+            (s, each) for s in (2, 3) for each in (2, units // s) if each > 1 and units - (s - 1) * each > 1
+        ]
+        return [(tiles * s, tiles, each) for s, each in [(1, units), *several] if units > 1]
     found = [(1, 0, 0), (min(tiles, 132), 0, 0), (max(1, tiles // 2), 0, 0)]
     for grid in (2, 3, 7, 131):
         if grid <= tiles * units:
@@ -102,7 +107,7 @@ def test_one_block_one_tile_first(M, group, dtype, rng):
     x, w, expected = integers(rng, M, 256, 64, group, dtype)
     for zeros in (plan.Zeros.POINTS, plan.Zeros.DELTAS):
         problem = replace(launch.problem_of(M, w, asymmetric=True), zeros=zeros)
-        for tile in tiles_of(problem):
+        for tile in (tile for tile in tiles_of(problem) if not tile.pairs):
             p = plan.wgmma_plan(tile, 1, 0, 0, problem, limits())
             check_exact(p, x, w, expected)
 
