@@ -331,7 +331,7 @@ def _schedules_of(
     tiles, units = gemm_tiles(tile, problem)
     unit = _unit_microseconds(tile, problem)
     if isinstance(tile, WgmmaTile) and tile.pairs:
-        return _pair_schedules(tiles, units, limits.sm_count // 2 * blocks, unit)
+        return _pair_schedules(tiles, units, limits.sm_count // 2, unit)
     return _schedules(tiles, units, limits.sm_count * blocks, limits.sm_count, unit)
 
 
@@ -482,8 +482,9 @@ def wgmma_tile_shapes(problem: Problem, limits: Limits) -> tuple[WgmmaTile, ...]
         WgmmaTile(128, 1, 2, 1, 128, 1),
         WgmmaTile(128, 2, 2, 1, 128, 1),
         WgmmaTile(32, 2, 1, 2, 256, 2, pairs=True),
-        WgmmaTile(64, 1, 2, 1, 128, 2, pairs=True),
-        WgmmaTile(96, 1, 2, 1, 128, 2, pairs=True),
+        WgmmaTile(48, 2, 1, 2, 256, 1, pairs=True),
+        WgmmaTile(64, 2, 1, 2, 256, 1, pairs=True),
+        WgmmaTile(96, 1, 2, 1, 128, 1, pairs=True),
         WgmmaTile(128, 1, 2, 1, 128, 1, pairs=True),
     )
     # Codes that are missing from a last stage are 0, not 8. Where the one scale of a column is applied to
@@ -705,7 +706,7 @@ def _unit_microseconds(tile: Tile, problem: Problem) -> float:
         if tile.slabs == 1:
             chunk = 0.128 + 0.00139 * tile.m_tile + 0.00081 * max(0, tile.m_tile - 72)
         elif tile.wg_k == 2:
-            chunk = 0.0667 + 0.0024 * max(20, tile.m_tile)
+            chunk = 0.0667 + 0.0024 * min(32, max(20, tile.m_tile)) + 0.0018 * max(0, tile.m_tile - 32)
         else:
             chunk = 0.00276 * tile.m_tile - 0.0008
         if tile.m_tile <= 64 and not tile.scales_sums(problem.group_size, problem.zeros):
@@ -769,8 +770,7 @@ _MANY_ROWS, _NARROW = 2048, 0.95
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
-# Microseconds that the two blocks of a pair take to exchange sums: always, and a kilobyte of them.
-_PAIR_EXCHANGE = 0.5, 0.024
+_PAIR_EXCHANGE = 1.2, 0.4  # microseconds that the two blocks of a pair take; more where pairs share a tile
 
 
 def _wgmma_microseconds(
@@ -796,9 +796,10 @@ def _wgmma_microseconds(
     kilobytes = tile.partial_bytes / 1024 / tile.cluster
     sharers = _sharers(grid, split_tiles, each)
     if tile.pairs:
-        took += _PAIR_EXCHANGE[0] + _PAIR_EXCHANGE[1] * kilobytes
+        took += _PAIR_EXCHANGE[0]
         if sharers == 1:
             return took
+        took += _PAIR_EXCHANGE[1]
     took += 0.022 * kilobytes if resident > 1 else 0.0
     if each:
         # The longer the last block is at work after the others, the more of the exchange is over by then.

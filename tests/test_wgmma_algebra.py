@@ -871,6 +871,8 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int, apart: bool) -> 
     stages, warps, parts = order.choice([2, 3, 5]), order.choice([1, 2, 8]), 3
     assert find(r"constexpr int END_SLOTS = (APART \? STAGES) :")
     end_slots = stages if apart else order.randint(1, stages)
+    early = order.randint(1, stages)
+    assert find(r"const int filled = min\(last, unit \+ (EARLY)\);")
     pieces = [order.randint(1, 3 * stages) for _ in range(order.randint(1, 4))]
     full, empty = ([Barrier(n) for _ in range(stages)] for n in (1, warps))
     shared = [order.random() < 0.5 for _ in pieces]  # with other blocks: then the producer tells by whom
@@ -906,7 +908,7 @@ def test_ring_hands_over_every_stage_and_never_stops(seed: int, apart: bool) -> 
         for piece, units in enumerate(pieces):
             unit = 0
             if piece == 0:
-                filled, first = min(units, stages), [0, 0]
+                filled, first = min(units, early), [0, 0]
                 for i in range(filled):
                     full[first[0]].arrive(parts)
                     copy(first[0], (piece, i), 1)

@@ -41,6 +41,10 @@ constexpr int END_ROWS = 8 * END_BLOCKS;
 static_assert(!PAIRS || (M_BLOCKS % 2 == 0 && OWN == 1 && !APART), "halves of a tile, in front of its sums");
 static_assert(WG_K <= 2, "two sums have one order");
 
+// Stages whose weights are asked for before any activations: more of them would keep the first activations waiting.
+constexpr int EARLY = M_TILE > 32 && K_STAGE == 256 ? 1 : 2;
+static_assert(EARLY <= STAGES, "they fit the ring");
+
 // Codes may be multiplied as they are, exactly, and a group's float32 sums scaled: M_TILE / 2 fma a slab and group, where
 // scaling the weights takes 4 slower multiplications a slab and step. It takes a second set of sums. Deltas are added
 // to weights.
@@ -216,7 +220,7 @@ __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const P
         const int row = first_row(tile, p), last = own_units(piece).last;
         int unit = own_units(piece).first;
         if (!begun) {
-            const int filled = min(last, unit + STAGES);
+            const int filled = min(last, unit + EARLY);
             Place first = at;
 #pragma unroll 1
             for (int i = unit; i < filled; i++, first.advance()) copy_weights(ring, first, maps, tile, i);
