@@ -770,7 +770,7 @@ _MANY_ROWS, _NARROW = 2048, 0.95
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
 
 
-_PAIR_EXCHANGE = 1.2, 0.4  # microseconds that the two blocks of a pair take; more where pairs share a tile
+_PAIR_EXCHANGE = 1.2  # microseconds that the two blocks of a pair take to exchange sums
 
 
 def _wgmma_microseconds(
@@ -796,10 +796,9 @@ def _wgmma_microseconds(
     kilobytes = tile.partial_bytes / 1024 / tile.cluster
     sharers = _sharers(grid, split_tiles, each)
     if tile.pairs:
-        took += _PAIR_EXCHANGE[0]
+        took += _PAIR_EXCHANGE
         if sharers == 1:
             return took
-        took += _PAIR_EXCHANGE[1]
     took += 0.022 * kilobytes if resident > 1 else 0.0
     if each:
         # The longer the last block is at work after the others, the more of the exchange is over by then.
