@@ -19,8 +19,8 @@
 // while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
-// share a tile add up. PAIRS: where those say block, a cluster of two is meant, which has one piece of a tile. Each of the
-// two takes half of its units and, in the end, half of its rows, whose sums it gets of the other one in shared memory.
+// share a tile add up. PAIRS: what those give to a block is a cluster's of two, and one piece of one tile. Each of the two
+// multiplies half of its units; then they exchange halves of the rows through shared memory, and each goes on with its half.
 //
 // Build constants: BF16, M_TILE (16, 24, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
 // 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
@@ -38,10 +38,11 @@ constexpr int WG_STEPS = STEPS / WG_K;       // of them, each warpgroup's
 constexpr int OWN = J / WG_K;                // slabs a warpgroup finishes after the sum over wk
 constexpr int END_BLOCKS = PAIRS ? M_BLOCKS / 2 : M_BLOCKS;  // of eight rows, that a block finishes
 constexpr int END_ROWS = 8 * END_BLOCKS;
-static_assert(!PAIRS || (M_BLOCKS % 2 == 0 && OWN == 1 && !APART), "halves of a tile, in front of its sums");
+static_assert(!PAIRS || (M_BLOCKS % 2 == 0 && OWN == 1 && !APART), "pairs exchange half of one slab's rows in the ring");
 static_assert(WG_K <= 2, "two sums have one order");
 
-// Stages whose weights are asked for before any activations: more of them would keep the first activations waiting.
+// Stages whose weights are asked for while the grid before may still work. The first activations queue behind them, so that
+// more of them (a whole ring of six or eight) cost up to 1 us.
 constexpr int EARLY = M_TILE > 32 && K_STAGE == 256 ? 1 : 2;
 static_assert(EARLY <= STAGES, "they fit the ring");
 
@@ -154,7 +155,7 @@ __device__ __forceinline__ Piece own_units(const Piece& piece) {
     return blockIdx.y == 0 ? Piece{piece.tile, piece.first, middle} : Piece{piece.tile, middle, piece.last};
 }
 
-// What counts the blocks in that have handed in sums of the tile's rows.
+// Counts the blocks that have handed in their sums: of a tile, or (PAIRS) of the half of its rows that this block finishes.
 __device__ __forceinline__ uint32_t* counter_of(uint32_t* counters, int tile) {
     return counters + (PAIRS ? 2 * tile + blockIdx.y : tile);
 }
@@ -521,8 +522,8 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
     Consumers::sync();  // the tile goes there next
 }
 
-// PAIRS: in front come to lie the sums of half of the rows, for the pair's first block of the first half, from both blocks.
-// (Two have one order.)
+// PAIRS: each block sends the sums of the rows that the other one finishes, and adds what it gets to its own of the rest,
+// which come to lie in front. The pair's first block finishes the first half. (Two sums have one order.)
 __device__ __forceinline__ void sum_over_pair(Owned& own, uint8_t* smem) {
     const int thread = thread_anew(), half = blockIdx.y;
     const uint32_t to = cluster_address(shared_address(smem) + thread * 16, 1 - half);
