@@ -69,11 +69,11 @@ def timed(command: list[str]) -> tuple[float, float]:
     return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--blocks", default=8, show_default=True, help="0.46 GB each.")
-@click.option("--jobs", multiple=True, type=int, default=(1,), show_default=True, help="May be repeated.")
-@click.option("--device", default="cpu", show_default=True, help="As for `marlin-jit pack`.")
+@click.option("--blocks", default=8, help="0.46 GB each.")
+@click.option("--jobs", multiple=True, type=int, default=(1,), help="May be repeated.")
+@click.option("--device", default="cpu", help="As for `marlin-jit pack`.")
 def main(folder: Path, blocks: int, jobs: tuple[int, ...], device: str) -> None:
     """Measure packing from file to file."""
     folder.mkdir(parents=True, exist_ok=True)

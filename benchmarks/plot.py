@@ -30,15 +30,17 @@ def require_matplotlib() -> None:
 
 
 def save(figure: Any, path: Path, *, salt: str, svg: bool) -> None:
-    """Write a figure: as SVG, in the same bytes for the same data; else as the name's end tells."""
+    """Write a figure beside `path` and rename it; as SVG the same data give the same bytes."""
     import matplotlib
 
-    metadata = {"Date": None} if svg else None
+    beside = path.with_name(path.name + ".tmp")
     with matplotlib.rc_context({"svg.hashsalt": salt}):
-        figure.savefig(path, format="svg" if svg else None, metadata=metadata)
+        kind = "svg" if svg else path.suffix[1:] or "png"
+        figure.savefig(beside, format=kind, metadata={"Date": None} if svg else None)
+    beside.replace(path)
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def main(results: Path, picture: Path) -> None:

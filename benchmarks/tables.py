@@ -139,7 +139,7 @@ def _gpu(document: dict[str, Any]) -> str:
     return str(document["environment"]["nvidia_smi_before"]["name"]).removeprefix("NVIDIA ")
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(file: Path) -> None:
     """Put the numbers of FILE into the README and docs/performance.md."""

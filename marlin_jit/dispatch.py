@@ -30,7 +30,7 @@ from marlin_jit.errors import CompileError, DeviceError, DTypeError, LaunchError
 from marlin_jit.fused import GateUpWeight
 from marlin_jit.launch import Matrix
 from marlin_jit.pack import dequantize
-from marlin_jit.plan import Plan, choose_invariant, decode_max_rows
+from marlin_jit.plan import Limits, Plan, Problem, choose, choose_invariant, decode_max_rows
 from marlin_jit.weight import SCALE_DTYPES, MarlinWeight, QuantWeight
 
 logger = logging.getLogger(__name__)
@@ -185,15 +185,25 @@ class Call:
         """The fused kernel's plan."""
         return self._plan(asymmetric=not self.weight.symmetric)
 
+    @property
+    def plan_is_tuned(self) -> bool:
+        """Whether that plan is one that `tune` kept, not the planner's own."""
+        problem, limits = self._planned_for(asymmetric=not self.weight.symmetric)
+        return self.plan != choose(problem, limits)
+
     @cached_property
     def symmetric_plan(self) -> Plan:
         """The symmetric kernel's plan, which the correction pair completes."""
         return self._plan(asymmetric=False)
 
     def _plan(self, *, asymmetric: bool) -> Plan:
+        assert self.device is not None
+        return tuned.plan_for(*self._planned_for(asymmetric=asymmetric), self.device.name)
+
+    def _planned_for(self, *, asymmetric: bool) -> tuple[Problem, Limits]:
         assert isinstance(self.weight, MarlinWeight) and self.device is not None
         problem = launch.problem_of(self.rows, self.weight, asymmetric=asymmetric)
-        return tuned.plan_for(problem, launch.limits_of(self.device), self.device.name)
+        return problem, launch.limits_of(self.device)
 
     @cached_property
     def iteration(self) -> rounding.Iteration | None:
@@ -771,6 +781,7 @@ class Explanation:
 
     answers: tuple[Answer, ...]
     plan: Plan | None
+    tuned: bool = False  # the plan is one that `tune` kept, not the planner's own
 
     @property
     def path(self) -> str:
@@ -784,9 +795,8 @@ class Explanation:
             lines += [f"     [{'x' if holds else ' '}] {gate}" for gate, holds in answer.gates]
         if self.plan is not None:
             macros = ", ".join(f"{name}={value}" for name, value in self.plan.build.macros)
-            lines.append(
-                f"   {self.plan.build.name} ({macros}), grid {self.plan.grid}, {self.plan.threads} threads"
-            )
+            shape = f"grid {self.plan.grid}, {self.plan.threads} threads"
+            lines.append(f"   {self.plan.build.name} ({macros}), {shape}{', tuned' if self.tuned else ''}")
         return "\n".join(lines)
 
 
@@ -820,4 +830,4 @@ def explain(x: Any, w: Weight | GateUpWeight, bias: Any = None, out: Array | Non
     path = next(answer.path for answer in answers if answer.chosen)
     if path == "marlin" and call.rows:
         plan = call.plan
-    return Explanation(tuple(answers), plan)
+    return Explanation(tuple(answers), plan, plan is not None and call.plan_is_tuned)

@@ -330,7 +330,7 @@ def _schedules_of(
 ) -> Iterator[tuple[int, int, int]]:
     tiles, units = gemm_tiles(tile, problem)
     unit = _unit_microseconds(tile, problem)
-    if isinstance(tile, WgmmaTile) and tile.pairs:
+    if tile.cluster > 1:
         return _pair_schedules(tiles, units, limits.sm_count // 2, unit)
     return _schedules(tiles, units, limits.sm_count * blocks, limits.sm_count, unit)
 
@@ -528,7 +528,7 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
 def wgmma_plan(
     tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> Plan | None:
-    """As `gemm_plan`. Of a tile of pairs `grid` counts these, and they share tiles or have one each."""
+    """As `gemm_plan`. With a tile of pairs `grid` counts pairs, and `split_tiles` is all tiles."""
     fitting = wgmma_stages(tile, problem, limits)
     if fitting is None:
         return None

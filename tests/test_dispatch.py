@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import marlin_jit as mj
-from marlin_jit import _tensor_map, launch, plan
+from marlin_jit import _tensor_map, launch, plan, tuned
 from marlin_jit.device import DeviceInfo
 from marlin_jit.errors import (
     CompileError,
@@ -590,6 +590,19 @@ def test_the_planner_is_told_what_zeros_a_weight_has(
         assert answer.plan == plan.choose(problem, plan.Limits(132, 232448, 233472, 9))
 
 
+def test_explain_tells_a_tuned_plan_from_the_planners_own(
+    gpu: PlayedGpu, packed: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def second_best(problem: plan.Problem, limits: plan.Limits, name: str) -> plan.Plan:
+        return plan.plans(problem, limits)[1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tuned, "plan_for", second_best)
+        answer = mj.explain(activations(rng, 40, 256), packed)
+    assert answer.tuned and str(answer).endswith(f"{answer.plan.threads} threads, tuned")
+    assert not mj.explain(activations(rng, 40, 256), packed).tuned
+
+
 def test_explain_shows_the_plan(gpu: PlayedGpu, packed: Any, rng: np.random.Generator) -> None:
     answer = mj.explain(activations(rng, 40, 256), packed)
     limits = plan.Limits(132, 232448, 233472, 9)
@@ -597,7 +610,7 @@ def test_explain_shows_the_plan(gpu: PlayedGpu, packed: Any, rng: np.random.Gene
     assert answer.plan == expected
     last = str(answer).splitlines()[-1]
     assert f"{expected.build.name} (BF16=0, GROUP=64, ZEROS=" in last
-    assert f"grid {expected.grid}, {expected.threads} threads" in last
+    assert last.endswith(f"grid {expected.grid}, {expected.threads} threads") and not answer.tuned
     assert mj.explain(np.empty((0, 256), FP16), packed).plan is None
 
 

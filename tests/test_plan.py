@@ -161,7 +161,7 @@ def test_every_plan_fits_the_device_and_is_listed(problem: Problem, device: tupl
             assert (p.cluster, p.grid[1]) == ((2, 2) if pairs else (1, 1))
             if pairs:  # all of them run at once, and both blocks of each have something to do
                 assert limits.major == 9 and p.split_tiles == tiles
-                assert p.grid[0] <= limits.sm_count // 2 * p.build.defines["MIN_BLOCKS"]
+                assert p.grid[0] <= limits.sm_count // 2
                 assert p.each > 1 and units - p.each * (p.grid[0] // tiles - 1) > 1
 
 
