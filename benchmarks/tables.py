@@ -2,19 +2,23 @@
 
 python -m benchmarks.tables benchmarks/results/FILE.json    # rewrites what stands between the markers
 
-A file of the layers in `benchmarks.shapes` fills the tables of those; one of other layers, their table.
+A file of the layers in `benchmarks.shapes` fills the tables of those; one of other layers, their table; one
+of `benchmarks.alternate`, its own.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.report import fraction, launches, number, ratio, read
+from benchmarks import alternate
+from benchmarks.report import fraction, launches, number, ratio, validate
 from benchmarks.shapes import PUBLISHED, SHAPES, floor_us
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +81,20 @@ def few_rows(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def alternation(document: dict[str, Any]) -> str:
+    """A Markdown table of what zero points, activation order and batch invariance cost."""
+    lines = ["| K x N | M | symmetric | zero points | activation order | batch invariant |"]
+    lines.append("|---|---|---|---|---|---|")
+    for point in document["points"]:
+        taken = point["us"]
+        ordered, _ = alternate.costs(taken, alternate.ORDERED)
+        zeros, invariant = (alternate.costs(taken, name)[1] for name in ("asymmetric", alternate.INVARIANT))
+        cells = [f"{statistics.median(taken[alternate.BASE]):.1f}", f"{100 * zeros:+.1f}%"]
+        cells += [f"{ordered:+.1f} us", f"{100 * invariant:+.1f}%"]
+        lines.append(f"| {point['k']} x {point['n']} | {point['m']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def replace_between(text: str, marker: str, body: str) -> str:
     """`text` with what stands between ``<!-- marker -->`` and ``<!-- /marker -->`` replaced."""
     pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
@@ -94,13 +112,18 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
     ValueError
         The file is not what the pages say of it: a complete run, float16, groups of 128, beside both rivals.
     """
+    performance = ROOT / "docs/performance.md"
+    if document.get("schema") == alternate.SCHEMA:
+        if not all(alternate.INVARIANT in point["us"] for point in document["points"]):
+            raise ValueError(f"{name}: the page shows numbers of rows that have batch-invariant products")
+        return {performance: replace_between(performance.read_text(), "alternation", alternation(document))}
+    validate(document)
     kinds = {(record["dtype"], record["group_size"]) for record in document["records"]}
     if not document["complete"] or kinds != {("float16", 128)}:
         raise ValueError(f"{name}: the pages show a complete run of float16 with groups of 128")
     if "cuda" not in document["libraries"].get("cublas", {}) or "humming" not in document["libraries"]:
         raise ValueError(f"{name}: the pages show a run beside cuBLAS, through PyTorch, and humming-kernels")
     table = times(document)
-    performance = ROOT / "docs/performance.md"
     if not {(k, n) for k, n, _ in table} <= set(SHAPES):
         return {performance: replace_between(performance.read_text(), "other layers", few_rows(document))}
     versions = document["libraries"]
@@ -143,7 +166,7 @@ def _gpu(document: dict[str, Any]) -> str:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(file: Path) -> None:
     """Put the numbers of FILE into the README and docs/performance.md."""
-    for path, text in pages(read(file), file.name).items():
+    for path, text in pages(json.loads(file.read_text()), file.name).items():
         path.write_text(text)
         click.echo(f"wrote {path.relative_to(ROOT)}")
 

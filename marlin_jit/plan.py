@@ -97,7 +97,7 @@ class Plan:
     split_tiles: int  # marlin_gemm, marlin_wgmma: tiles that blocks share
     each: int  # the same: units that a split tile's blocks take, the last the others; 0: dealt out evenly
     partial_bytes: int  # float32 partial sums in global memory
-    counters: int  # arrival counters, one a split tile
+    counters: int  # arrival counters, one a split tile; of pairs two
     microseconds: float
     chunks: int = 0  # marlin_decode: columns of 64 a block
     cluster: int = 1  # blocks along the grid's second dimension that add their sums in shared memory
@@ -528,7 +528,9 @@ def wgmma_build(tile: WgmmaTile, stages: int, problem: Problem) -> Build:
 def wgmma_plan(
     tile: WgmmaTile, grid: int, split_tiles: int, each: int, problem: Problem, limits: Limits
 ) -> Plan | None:
-    """As `gemm_plan`. With a tile of pairs `grid` counts pairs, and `split_tiles` is all tiles."""
+    """As `gemm_plan`. With a tile of pairs `grid` counts pairs, of which each has one piece of one tile."""
+    if tile.pairs and not (split_tiles == gemm_tiles(tile, problem)[0] and each > 0):
+        raise ValueError(f"pairs share every tile by `each`, got {split_tiles} tiles and each = {each}")
     fitting = wgmma_stages(tile, problem, limits)
     if fitting is None:
         return None

@@ -252,7 +252,9 @@ def test_sizes_are_those_the_wgmma_kernel_uses() -> None:
             problem = Problem(64, 128, 64, group_size, zeros, False)
             for tile in WGMMA_TILES:
                 fitting = plan.wgmma_stages(tile, problem, H200)
-                p = plan.wgmma_plan(tile, 132, 0, 0, problem, H200)
+                tiles, units = plan.gemm_tiles(tile, problem)
+                schedule = (tiles, tiles, units) if tile.pairs else (132, 0, 0)
+                p = plan.wgmma_plan(tile, *schedule, problem, H200)
                 assert fitting is not None and p is not None
                 stages, blocks = fitting
                 c = kernel_source.constants("wgmma.cu", p.build.defines)
@@ -543,3 +545,13 @@ def test_integer_zero_points_are_taken_from_codes_where_that_is_faster() -> None
         for zeros in (Zeros.NONE, Zeros.DELTAS):
             for p in plan.plans(Problem(m, 4096, 28672, 128, zeros, False), H200):
                 assert p.build.defines["ZEROS"] == zeros
+
+
+@pytest.mark.parametrize(("split_tiles", "each"), [(0, 0), (64, 0), (32, 16)])
+def test_pairs_have_one_piece_of_one_tile(split_tiles: int, each: int) -> None:
+    """With another one consumers would wait, at the cluster's barrier, for a producer that waits for them."""
+    problem = Problem(64, 4096, 8192, 128, Zeros.NONE, False)
+    (tile,) = (t for t in WGMMA_TILES if t.pairs and t.m_tile == 64)
+    assert plan.wgmma_plan(tile, 64, 64, 32, problem, H200) is not None
+    with pytest.raises(ValueError, match="pairs share every tile"):
+        plan.wgmma_plan(tile, 64, split_tiles, each, problem, H200)

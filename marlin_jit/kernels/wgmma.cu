@@ -19,8 +19,9 @@
 // while the grid before it may still work, its activations not.
 //
 // How work is cut. A unit is K_STAGE of one tile's k; tiles.cuh says which block takes which units, and how those that
-// share a tile add up. PAIRS: what those give to a block is a cluster's of two, and one piece of one tile. Each of the two
-// multiplies half of its units; then they exchange halves of the rows through shared memory, and each goes on with its half.
+// share a tile add up. PAIRS: a cluster of two stands for a block there, and gets exactly one piece of one tile. Each of the
+// two multiplies half of its units; then they exchange halves of the rows through shared memory, and each goes on with its
+// half.
 //
 // Build constants: BF16, M_TILE (16, 24, 32, 48, 64, 96, 128), J (1, 2), WG_N, WG_K (1, 2: one of them 2), K_STAGE (128,
 // 256), STAGES, GROUP (32, 64, 128; 0 = one group a column), ZEROS (0 = symmetric, 1 = deltas, 2 = zero points),
@@ -523,7 +524,8 @@ __device__ __forceinline__ void add_up(float (&sums)[PARTIAL][4], uint8_t* smem,
 }
 
 // PAIRS: each block sends the sums of the rows that the other one finishes, and adds what it gets to its own of the rest,
-// which come to lie in front. The pair's first block finishes the first half. (Two sums have one order.)
+// which come to lie in front. The pair's first block finishes the first half. (Two sums have one order.) Only consumers
+// meet here: the producer has exited, or is about to, as there is no other piece.
 __device__ __forceinline__ void sum_over_pair(Owned& own, uint8_t* smem) {
     const int thread = thread_anew(), half = blockIdx.y;
     const uint32_t to = cluster_address(shared_address(smem) + thread * 16, 1 - half);
