@@ -53,8 +53,8 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 }
 
 // Blocks of a cluster (compute capability 9.0 and up; elsewhere nothing is launched as one). A barrier of all their
-// threads that have not exited has two halves: `begin` says that a block is there, and promises nothing of memory; `arrive` that what it
-// stored in others' shared memory is there; `wait` ends either.
+// threads that have not exited has two halves: `begin` says that a block is there, and promises nothing of memory;
+// `arrive` that what it stored in others' shared memory is there; `wait` ends either.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
