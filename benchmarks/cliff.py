@@ -302,7 +302,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    save(figure, path, salt=SCHEMA, svg=True)
+    save(figure, path, "svg", salt=SCHEMA)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

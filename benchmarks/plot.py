@@ -11,6 +11,7 @@ import click
 
 from benchmarks.report import read, select
 from benchmarks.shapes import PUBLISHED, floor_us
+from marlin_jit.formats.publish import published
 
 _LINES = (
     ("marlin-jit", "ours", "symmetric", "#c0392b", "-"),
@@ -29,15 +30,16 @@ def require_matplotlib() -> None:
         sys.exit(2)
 
 
-def save(figure: Any, path: Path, *, salt: str, svg: bool) -> None:
-    """Write a figure beside `path` and rename it; as SVG the same data give the same bytes."""
+def save(figure: Any, path: Path, kind: str, *, salt: str) -> None:
+    """Write a figure; the file appears when it is complete. As SVG the same data give the same bytes."""
     import matplotlib
 
-    beside = path.with_name(path.name + ".tmp")
-    with matplotlib.rc_context({"svg.hashsalt": salt}):
-        kind = "svg" if svg else path.suffix[1:] or "png"
-        figure.savefig(beside, format=kind, metadata={"Date": None} if svg else None)
-    beside.replace(path)
+    metadata = {"Date": None} if kind == "svg" else None
+    with (
+        published(path, folder=False, force=True) as temporary,
+        matplotlib.rc_context({"svg.hashsalt": salt}),
+    ):
+        figure.savefig(temporary, format=kind, metadata=metadata)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -82,7 +84,7 @@ def main(results: Path, picture: Path) -> None:
     for axis in axes.flat[len(layers) :]:
         axis.remove()
     axes.flat[0].legend(fontsize="small")
-    save(figure, picture, salt=data["schema"], svg=picture.suffix == ".svg")
+    save(figure, picture, picture.suffix[1:] or "png", salt=data["schema"])
 
 
 if __name__ == "__main__":

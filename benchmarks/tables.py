@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from benchmarks import alternate
-from benchmarks.report import fraction, launches, number, ratio, validate
+from benchmarks.report import fraction, launches, number, ratio, validate, write_text
 from benchmarks.shapes import PUBLISHED, SHAPES, floor_us
 
 ROOT = Path(__file__).parent.parent
@@ -167,7 +167,7 @@ def _gpu(document: dict[str, Any]) -> str:
 def main(file: Path) -> None:
     """Put the numbers of FILE into the README and docs/performance.md."""
     for path, text in pages(json.loads(file.read_text()), file.name).items():
-        path.write_text(text)
+        write_text(path, text)
         click.echo(f"wrote {path.relative_to(ROOT)}")
 
 

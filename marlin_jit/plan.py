@@ -331,7 +331,8 @@ def _schedules_of(
     tiles, units = gemm_tiles(tile, problem)
     unit = _unit_microseconds(tile, problem)
     if tile.cluster > 1:
-        return _pair_schedules(tiles, units, limits.sm_count // 2, unit)
+        clusters = limits.sm_count // tile.cluster
+        return _equal_shares(tiles, units, clusters, clusters, unit, tile.cluster)
     return _schedules(tiles, units, limits.sm_count * blocks, limits.sm_count, unit)
 
 
@@ -351,26 +352,22 @@ def _schedules(tiles: int, units: int, slots: int, sms: int, unit: float) -> Ite
                 yield grid, rest + grid, 0
         elif rest and grid // tiles < units:
             yield grid, tiles, 0
-    # The same number of blocks for every tile.
-    for sharers in _SHARERS:
+    yield from _equal_shares(tiles, units, slots, sms, unit)
+
+
+def _equal_shares(
+    tiles: int, units: int, slots: int, sms: int, unit: float, cluster: int = 1
+) -> Iterator[tuple[int, int, int]]:
+    """Schedules in which every tile has the same number of blocks; or of clusters, where all count those."""
+    for sharers in _SHARERS if cluster == 1 else (1, *_SHARERS):
         grid = tiles * sharers
-        if grid > slots or sharers > units:
+        if grid > slots or sharers * cluster > units:
             break
         resident = _ceil_div(grid, sms)
-        for each in sorted({round((units - lead / (unit * resident)) / sharers) for lead in _LEADS}):
-            if each > 0 and each * (sharers - 1) < units:
-                yield grid, tiles, each
-
-
-def _pair_schedules(tiles: int, units: int, pairs: int, unit: float) -> Iterator[tuple[int, int, int]]:
-    """(pairs, split tiles, each) worth trying on a device that holds `pairs` at once, one or more a tile."""
-    for sharers in (1, *_SHARERS):
-        if tiles * sharers > pairs or units < 2 * sharers:
-            break
         leads = _LEADS if sharers > 1 else (0.0,)
-        for each in sorted({round((units - 2 * lead / unit) / sharers) for lead in leads}):
-            if each > 1 and units - each * (sharers - 1) > 1:
-                yield tiles * sharers, tiles, each
+        for each in sorted({round((units - cluster * lead / (unit * resident)) / sharers) for lead in leads}):
+            if each >= cluster and units - each * (sharers - 1) >= cluster:
+                yield grid, tiles, each
 
 
 # ---- marlin_wgmma (wgmma.cu): compute capability 9.0, more than eight rows --------------------------------
@@ -770,8 +767,6 @@ _WGMMA_STREAM = 5.2e6  # as _STREAM, seen from grids that overlap
 _WGMMA_POWER, _UNPACKING_ROWS = 1045e6, 34
 _MANY_ROWS, _NARROW = 2048, 0.95
 _L2 = 25e6  # bytes of activations that caches hold beside the rest
-
-
 _PAIR_EXCHANGE = 1.2  # microseconds that the two blocks of a pair take to exchange sums
 
 

@@ -369,7 +369,7 @@ def test_blocks_of_a_pair_have_half_of_its_units_each(first: int, last: int) -> 
 
 def test_blocks_of_a_pair_hand_in_by_themselves() -> None:
     """Each has a counter a tile, and of the two slots that tiles.cuh has for a pair one."""
-    counter = find(r"return counters \+ \(PAIRS \? ([^:]*) : tile\);")[1]
+    counter = find(r"counter_of\(int tile\) \{ return PAIRS \? ([^:]*) : tile; \}")[1]
     pairs = itertools.product(range(5), range(2))
     found = [kernel_source.value(counter, {"tile": t, "blockIdx": SimpleNamespace(y=y)}) for t, y in pairs]
     assert sorted(found) == list(range(10))

@@ -156,10 +156,8 @@ __device__ __forceinline__ Piece own_units(const Piece& piece) {
     return blockIdx.y == 0 ? Piece{piece.tile, piece.first, middle} : Piece{piece.tile, middle, piece.last};
 }
 
-// Counts the blocks that have handed in their sums: of a tile, or (PAIRS) of the half of its rows that this block finishes.
-__device__ __forceinline__ uint32_t* counter_of(uint32_t* counters, int tile) {
-    return counters + (PAIRS ? 2 * tile + blockIdx.y : tile);
-}
+// Which counter counts the blocks that hand in sums: of a tile, or (PAIRS) of the half of its rows that this block finishes.
+__device__ __forceinline__ uint32_t counter_of(int tile) { return PAIRS ? 2 * tile + blockIdx.y : tile; }
 
 // ---- global -> shared: the producer --------------------------------------------------------------------------------
 
@@ -195,7 +193,7 @@ __device__ __forceinline__ void prefetch(const Maps& maps) {
 // Who shares the tile of a piece, and, where the others may be done, whether they are: for the consumers, who have no
 // registers to spare for that. The producer looks when the last stage has come, so its answer waits for them.
 __device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Piece& piece, const Pieces& pieces,
-                                     const Deal& deal, uint32_t* counters) {
+                                     const Deal& deal, const uint32_t* counters) {
     const uint32_t ring = shared_address(smem);
     const Sharing sharing = deal.sharing(piece.tile);
     barrier_wait(last.full(ring), last.parity);
@@ -203,13 +201,13 @@ __device__ __forceinline__ void tell(uint8_t* smem, const Place& last, const Pie
     Told& told = *reinterpret_cast<Told*>(smem + TOLD_AT);
     told.sharing = sharing;
     const bool look = !pieces.dealt() && piece.ends_late(deal);
-    told.last = look && load_acquire(counter_of(counters, piece.tile)) == sharing.count - 1;
+    told.last = look && load_acquire(counters + counter_of(piece.tile)) == sharing.count - 1;
     barrier_arrive(ring + TELL_AT);
 }
 
 // Everything that one block's consumers will want, in their order.
 __device__ __forceinline__ void produce(uint8_t* smem, const Maps& maps, const Problem& p, const Deal& deal,
-                                        uint32_t* counters) {
+                                        const uint32_t* counters) {
     const uint32_t ring = shared_address(smem);
     Pieces pieces(deal);
     Place at;
@@ -756,7 +754,7 @@ __device__ __forceinline__ void consume(uint8_t* smem, int warp, const TensorMap
             tell_parity ^= 1;
             const Told& told = *reinterpret_cast<const Told*>(smem + TOLD_AT);
             const Sharing sharing = told.sharing;
-            whole = hand_in<Consumers>(partial, arrived, slots, counter_of(counters, piece.tile), deal, sharing, piece.tile,
+            whole = hand_in<Consumers>(partial, arrived, slots, counters + counter_of(piece.tile), deal, sharing, piece.tile,
                                        told.last != 0);
             // The producer is at the next piece already, if there is one.
             const int bytes = APART ? END_BYTES : (pieces.left(deal) ? END_SLOTS : STAGES) * STAGE_BYTES;
