@@ -31,12 +31,12 @@ def require_matplotlib() -> None:
 
 
 def save(figure: Any, path: Path, kind: str, *, salt: str) -> None:
-    """Write a figure; the file appears when it is complete. As SVG the same data give the same bytes."""
+    """Write a figure as `write_text` does text. As SVG the same data give the same bytes."""
     import matplotlib
 
     metadata = {"Date": None} if kind == "svg" else None
     with (
-        published(path, folder=False, force=True) as temporary,
+        published(path.resolve(), folder=False, force=True) as temporary,
         matplotlib.rc_context({"svg.hashsalt": salt}),
     ):
         figure.savefig(temporary, format=kind, metadata=metadata)
@@ -84,7 +84,9 @@ def main(results: Path, picture: Path) -> None:
     for axis in axes.flat[len(layers) :]:
         axis.remove()
     axes.flat[0].legend(fontsize="small")
-    save(figure, picture, picture.suffix[1:] or "png", salt=data["schema"])
+    if not picture.suffix:
+        picture = picture.with_name(picture.name + ".png")
+    save(figure, picture, picture.suffix[1:], salt=data["schema"])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import PROVENANCE, PUBLISHED, floor_us
+from marlin_jit.formats.publish import published
 
 SCHEMA = "marlin-jit-benchmark/1"
 
@@ -98,10 +99,9 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside `path` and rename it."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    """Write a file, which appears when it is complete; where `path` is a link, what it leads to."""
+    with published(path.resolve(), folder=False, force=True) as temporary:
+        temporary.write_text(text)
 
 
 def compact(data: dict[str, Any], records: str) -> str:

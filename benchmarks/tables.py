@@ -19,10 +19,11 @@ import click
 
 from benchmarks import alternate
 from benchmarks.report import fraction, launches, number, ratio, validate, write_text
-from benchmarks.shapes import PUBLISHED, SHAPES, floor_us
+from benchmarks.shapes import MS, PUBLISHED, SHAPES, floor_us
 
 ROOT = Path(__file__).parent.parent
 EXCERPT = (1, 16, 64, 256, 1024, 8192)
+ALTERNATED = (1, 8, 16, 24, 32, 48, 64)
 
 
 def times(document: dict[str, Any]) -> dict[tuple[int, int, int], dict[str, float]]:
@@ -81,6 +82,11 @@ def few_rows(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def product_of(shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(K, N, M) of every layer with every number of rows."""
+    return [(k, n, m) for k, n in shapes for m in ms]
+
+
 def alternation(document: dict[str, Any]) -> str:
     """A Markdown table of what zero points, activation order and batch invariance cost."""
     lines = ["| K x N | M | symmetric | zero points | activation order | batch invariant |"]
@@ -113,20 +119,25 @@ def pages(document: dict[str, Any], name: str) -> dict[Path, str]:
         The file is not what the pages say of it: a complete run, float16, groups of 128, beside both rivals.
     """
     performance = ROOT / "docs/performance.md"
-    if document.get("schema") == alternate.SCHEMA:
-        if not all(alternate.INVARIANT in point["us"] for point in document["points"]):
-            raise ValueError(f"{name}: the page shows numbers of rows that have batch-invariant products")
+    if isinstance(document, dict) and document.get("schema") == alternate.SCHEMA:
+        method, points = document["method"], document["points"]
+        if (method["dtype"], method["group_size"]) != ("float16", 128):
+            raise ValueError(f"{name}: the page shows float16 with groups of 128")
+        if {(p["k"], p["n"], p["m"]) for p in points} != set(product_of(SHAPES, ALTERNATED)):
+            raise ValueError(f"{name}: the page shows M = {ALTERNATED} on the layers {SHAPES}")
         return {performance: replace_between(performance.read_text(), "alternation", alternation(document))}
     validate(document)
     kinds = {(record["dtype"], record["group_size"]) for record in document["records"]}
     if not document["complete"] or kinds != {("float16", 128)}:
         raise ValueError(f"{name}: the pages show a complete run of float16 with groups of 128")
-    if "cuda" not in document["libraries"].get("cublas", {}) or "humming" not in document["libraries"]:
+    versions = document["libraries"]
+    if "cuda" not in versions.get("cublas", {}) or "humming" not in versions.get("humming", {}):
         raise ValueError(f"{name}: the pages show a run beside cuBLAS, through PyTorch, and humming-kernels")
     table = times(document)
     if not {(k, n) for k, n, _ in table} <= set(SHAPES):
         return {performance: replace_between(performance.read_text(), "other layers", few_rows(document))}
-    versions = document["libraries"]
+    if lacking := [point for point in product_of(SHAPES, MS) if "symmetric" not in table.get(point, {})]:
+        raise ValueError(f"{name}: the pages show all layers and M, and it lacks {lacking}")
     source = (
         f"Microseconds a launch, float16, group 128, cold L2 cache, measured on an {_gpu(document)} in one "
         f"run on {document['date'][:10]} with CUDA {versions['cublas']['cuda']}: "

@@ -100,8 +100,14 @@ def destination(gpu: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MarlinJitError(f"{path} cannot be written: {error}") from error
-    if os.path.isdir(path) or not os.access(path.parent, os.W_OK | os.X_OK):
-        what = "it is a directory" if os.path.isdir(path) else "its directory cannot be written to"
+    what = None
+    if os.path.isdir(path):
+        what = "it is a directory"
+    elif os.path.exists(path) and not os.path.isfile(path):  # a device, which a rename would replace
+        what = "it is not a file"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        what = "its directory cannot be written to"
+    if what is not None:
         raise MarlinJitError(f"{path} cannot be written: {what}")
     return path
 
@@ -154,6 +160,8 @@ def _known(gpu: str) -> dict[Problem, dict[str, Any]]:
 
 
 def _read(path: Path, gpu: str) -> dict[Problem, dict[str, Any]]:
+    if path.is_fifo():  # to open it would wait for a writer
+        raise ValueError(f"{path} is a pipe")
     with open(path, "rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

@@ -816,6 +816,79 @@ def test_pages_show_the_numbers_of_the_newest_result_file() -> None:
             assert path.read_text() == text, f"python -m benchmarks.tables {newest.relative_to(tables.ROOT)}"
 
 
+def _result(kind: str) -> dict[str, Any]:
+    """The newest committed result file of a kind."""
+    from benchmarks import tables
+
+    newest = sorted((tables.ROOT / "benchmarks/results").glob(kind))[-1]
+    data: dict[str, Any] = json.loads(newest.read_text())
+    return data
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("*-alternate.json", lambda d: d["method"].update(dtype="bfloat16"), "float16 with groups of 128"),
+        ("*-alternate.json", lambda d: d["method"].update(group_size=32), "float16 with groups of 128"),
+        ("*-alternate.json", lambda d: d["points"].pop(), "the page shows M ="),
+        ("*-alternate.json", lambda d: d["points"].clear(), "the page shows M ="),
+        ("*-alternate-many.json", lambda d: None, "the page shows M ="),
+        ("*-g128.json", lambda d: d["libraries"].update(humming={"missing": "no wheel"}), "beside cuBLAS"),
+        ("*-g128.json", lambda d: d.update(complete=False), "complete run"),
+        (
+            "*-g128.json",
+            lambda d: d.update(records=[r for r in d["records"] if r["m"] != 64]),
+            r"lacks \[\(4096, 4096, 64\)",
+        ),
+        ("*-g128.json", lambda d: d.update(schema="another/1"), "not a result file"),
+    ],
+)
+def test_pages_are_not_made_of_a_file_that_is_not_what_they_say(kind: str, change: Any, says: str) -> None:
+    from benchmarks import tables
+
+    data = _result(kind)
+    change(data)
+    with pytest.raises(ValueError, match=says):
+        tables.pages(data, "a.json")
+
+
+@pytest.mark.parametrize("nothing", [[], None, 3])
+def test_pages_are_not_made_of_json_that_is_no_result(nothing: Any) -> None:
+    from benchmarks import tables
+
+    with pytest.raises(ValueError, match="not a result file"):
+        tables.pages(nothing, "a.json")
+
+
+def test_text_and_pictures_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    from benchmarks import plot
+
+    (tmp_path / "page").write_text("old")
+    (tmp_path / "link").symlink_to("page")
+    with pytest.raises(UnicodeEncodeError):
+        report.write_text(tmp_path / "link", "new \udcff")
+    with pytest.raises(ValueError, match="not supported"):
+        plot.save(figure, tmp_path / "link", "nonsense", salt="a")
+    assert (tmp_path / "page").read_text() == "old"
+    report.write_text(tmp_path / "link", "new")
+    assert (tmp_path / "page").read_text() == "new" and (tmp_path / "link").is_symlink()
+    plot.save(figure, tmp_path / "a.svg", "svg", salt="a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "link", "page"]
+
+
+def test_a_picture_without_an_ending_does_not_replace_what_has_that_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import main
+
+    results = tmp_path / "results"
+    results.write_text(json.dumps(_result("*-g128.json")))
+    before = results.read_bytes()
+    main([str(results), str(results)], standalone_mode=False)
+    assert results.read_bytes() == before
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_pages_have_a_column_of_mma_sync_where_it_was_measured() -> None:
     from benchmarks import tables
 

@@ -154,6 +154,15 @@ def test_of_a_file_without_end_a_bounded_part_is_read(
     assert "has more than 1000 bytes" in caplog.text
 
 
+def test_a_pipe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "pipe"))
+    assert tuned.plan_for(PROBLEM, H200, GPU) == plan.choose(PROBLEM, H200)
+    assert "is a pipe" in caplog.text
+
+
 def test_a_cache_that_may_not_be_searched_is_passed_over(
     own_cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +357,11 @@ def test_a_directory_that_cannot_be_written_is_an_error(
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
     with pytest.raises(MarlinJitError, match="cannot be written: it is a directory"):
         tuned.destination(GPU)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path / "pipe"))
+    with pytest.raises(MarlinJitError, match="cannot be written: it is not a file"):
+        tuned.record([tuning()], GPU)
+    assert (tmp_path / "pipe").is_fifo()
     monkeypatch.delenv(tuned.VARIABLE)
     monkeypatch.setattr(_disk_cache, "directories", list)
     with pytest.raises(MarlinJitError, match="nowhere to go"):
