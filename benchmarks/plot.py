@@ -53,7 +53,10 @@ def main(results: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    data = read(results)
+    try:
+        data = read(results)
+    except ValueError as error:
+        raise click.ClickException(f"{results}: {error}") from error
     layers: dict[tuple[int, int, int, str], list[dict[str, Any]]] = {}
     for record in data["records"]:
         layer = (record["k"], record["n"], record["group_size"], record["dtype"])

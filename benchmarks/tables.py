@@ -176,8 +176,12 @@ def _gpu(document: dict[str, Any]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(file: Path) -> None:
-    """Put the numbers of FILE into the README and docs/performance.md."""
-    for path, text in pages(json.loads(file.read_text()), file.name).items():
+    """Put the numbers of FILE, of benchmarks.run or .alternate, into the README and docs/performance.md."""
+    try:
+        found = pages(json.loads(file.read_text()), file.name)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    for path, text in found.items():
         write_text(path, text)
         click.echo(f"wrote {path.relative_to(ROOT)}")
 

@@ -860,6 +860,20 @@ def test_pages_are_not_made_of_json_that_is_no_result(nothing: Any) -> None:
         tables.pages(nothing, "a.json")
 
 
+@pytest.mark.parametrize("text", ["[]", "{", '{"schema": "marlin-jit-cliff/1"}'])
+def test_commands_say_in_a_line_that_a_file_is_no_result(text: str, tmp_path: Path) -> None:
+    from benchmarks import plot, tables
+
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    pytest.importorskip("matplotlib")
+    for main, args in ((tables.main, [str(file)]), (plot.main, [str(file), str(tmp_path / "a.svg")])):
+        done = click.testing.CliRunner().invoke(main, args)
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+        assert done.output.startswith("Error: ") and done.output.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 def test_text_and_pictures_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     from benchmarks import plot
